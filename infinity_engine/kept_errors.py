@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from infinity_engine.errors import InfinityError
 
-__all__ = ["again", "kept"]
+__all__ = ["again", "kept", "raise_any"]
 
 _Error = TypeVar("_Error", bound=BaseException)
 
@@ -52,3 +52,9 @@ def again(error: _Error) -> _Error:
     if error.__cause__ is not None:
         copied.__cause__ = error.__cause__
     return copied.with_traceback(error.__traceback__)
+
+
+def raise_any(error: BaseException | None) -> None:
+    """Raise a copy of an error that is kept, if there is one: [Note: errors that are kept]."""
+    if error is not None:
+        raise again(error)

@@ -176,8 +176,9 @@ class CudaAccelerator(OrderedAccelerator[CudaOperation]):
             return
         torch.cuda.empty_cache()  # blocks that the allocator keeps would be room beyond the limit
         self._before = torch.cuda.memory_allocated(device)
-        allowed = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # not in every torch
-        self._fraction = 1.0 if allowed is None else allowed(device)
+        # Not in every torch.
+        allowed = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _device: 1.0)
+        self._fraction = allowed(device)
         # torch wants a fraction of the whole device, with what it has reserved already.
         share = (torch.cuda.memory_reserved(device) + nbytes) / self.memory().total
         # Never above the fraction that the program set before: its own limit stays in force.
@@ -253,12 +254,12 @@ class CudaAccelerator(OrderedAccelerator[CudaOperation]):
     def _drain(self) -> None:
         # The newest operation of a stream ends after all others in it.
         for lane in self._lanes.values():
-            newest = lane.newest
-            if newest is not None and not self._has_ended(newest) and newest.event is not None:
-                try:
-                    _sleep_until(newest.event)
-                except RuntimeError as error:
-                    self._finish(newest, Failure(newest.error_of(error)))
+            for newest in lane.newest:
+                if not self._has_ended(newest) and newest.event is not None:
+                    try:
+                        _sleep_until(newest.event)
+                    except RuntimeError as error:
+                        self._finish(newest, Failure(newest.error_of(error)))
         # What modules launched there is none of our operations, and an error of it is not ours.
         for launched in self._computing:
             with suppress(RuntimeError):

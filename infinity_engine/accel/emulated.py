@@ -180,8 +180,8 @@ class EmulatedAccelerator(OrderedAccelerator[_Op]):
         )
         self._copy_start_ns = op_start_ns(rates.copy_start_s)
         self._update_start_ns = op_start_ns(rates.device_start_s)
-        self._fault = emulation.fault
-        self._delay_ns = emulation.delay_ns
+        self._fault = emulation.fault or (lambda _kind: None)
+        self._delay_ns = emulation.delay_ns or (lambda _kind: 0)
         self._memory = EmulatedMemory(emulation.capacity_bytes)
         self._outliving: deque[tuple[Event, torch.Tensor]] = deque()  # oldest first
         self._timeline: deque[OperationRecord] = deque(maxlen=emulation.timeline_kept)
@@ -217,7 +217,7 @@ class EmulatedAccelerator(OrderedAccelerator[_Op]):
         return tuple(self._timeline)
 
     def _duration_ns(self, stream: Stream, action: Action) -> int:
-        delay_ns = 0 if self._delay_ns is None else self._delay_ns(stream.kind)
+        delay_ns = self._delay_ns(stream.kind)
         # A copy costs its start and its bytes over the link's rate; a delay comes on top, once per
         # operation.
         if isinstance(action, Copy):
@@ -238,7 +238,7 @@ class EmulatedAccelerator(OrderedAccelerator[_Op]):
 
     def _raise_fault(self, operation: _Op) -> None:
         """Raise the error that the emulation's `fault` asks for."""
-        fault = None if self._fault is None else self._fault(operation.stream.kind)
+        fault = self._fault(operation.stream.kind)
         if fault is not None:
             raise fault
 

@@ -6,6 +6,7 @@ subclass it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -55,22 +56,21 @@ class Failure:
     def __init__(self, error: BaseException) -> None:
         # Without the frames of its traceback: their locals hold the operation's tensors.
         self.error = kept(error)
-        self._reported_at: int | None = None
+        self._reported_at = math.inf  # how many operations were submitted by then
 
     @property
     def is_reported(self) -> bool:
         """Whether the error was raised on the host."""
-        return self._reported_at is not None
+        return self._reported_at < math.inf
 
     def mark_reported(self, submitted: int) -> None:
         """Note that the host sees the error, when `submitted` operations were submitted."""
         # Only the first report counts: after it, the host submits in knowledge of the error.
-        if self._reported_at is None:
-            self._reported_at = submitted
+        self._reported_at = min(self._reported_at, submitted)
 
     def was_reported_before(self, number: int) -> bool:
         """Tell whether the error was raised on the host before it submitted operation `number`."""
-        return self._reported_at is not None and self._reported_at <= number
+        return self._reported_at <= number
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -80,7 +80,7 @@ class Submission:
     number: int
     stream: Stream
     action: Action
-    previous: Operation | None
+    previous: Sequence[Operation]
     after: Sequence[Operation]
 
 
@@ -126,13 +126,11 @@ class Operation(Event):
         An operation submitted to a stream after the host has seen the stream's failure does not
         inherit it: a new beginning.
         """
-        previous = self._previous
-        if (
-            previous is not None
-            and previous.failure is not None
-            and not previous.failure.was_reported_before(self.number)
-        ):
-            return previous.failure
+        for previous in self._previous:
+            if previous.failure is not None and not previous.failure.was_reported_before(
+                self.number
+            ):
+                return previous.failure
         for other in self._after:
             if other.failure is not None:
                 # Named in `after` although the host knew: reported once more, and operations behind
@@ -146,5 +144,5 @@ class Operation(Event):
         self.failure = failure
         # An event often outlives its operation: it must not keep the tensors alive.
         self._action = None
-        self._previous = None
+        self._previous = ()
         self._after = ()

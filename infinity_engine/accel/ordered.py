@@ -28,7 +28,7 @@ class StreamOrder(Generic[_Op]):
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
-        self.newest: _Op | None = None
+        self.newest: Sequence[_Op] = ()  # none before the first
         self._waits: list[_Op] = []
 
     def wait_for(self, operation: _Op) -> None:
@@ -42,7 +42,7 @@ class StreamOrder(Generic[_Op]):
 
     def append(self, operation: _Op) -> None:
         """Note the newest operation."""
-        self.newest = operation
+        self.newest = (operation,)
 
 
 class OrderedAccelerator(Accelerator, Generic[_Op]):
@@ -155,7 +155,7 @@ class OrderedAccelerator(Accelerator, Generic[_Op]):
             number=number, stream=stream, action=action, previous=previous, after=tuple(after)
         )
         operation = self._kind(self, submission)
-        behind = after if previous is None else [previous, *after]
+        behind = [*previous, *after]
         self._submitted += 1
         lane.append(operation)
         self._start(operation, behind)

@@ -9,6 +9,7 @@ with NaN or the wrong bytes every time. hazards.py does the same for operations 
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -47,7 +48,7 @@ class VirtualOperation(Operation):
         self.behind: Sequence[VirtualOperation] = ()
         self.footprint: Footprint | None = None
         # how many operations had been submitted when it was carried out
-        self.carried_at: int | None = None
+        self.carried_at = math.inf
         self._before: dict[Stream, int] = {}
 
     def place(
@@ -66,6 +67,11 @@ class VirtualOperation(Operation):
     def touch(self, footprint: Footprint) -> None:
         """Note the bytes that it copies."""
         self.footprint = footprint
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether it was not carried out yet."""
+        return self.carried_at == math.inf
 
     @property
     def upto(self) -> dict[Stream, int]:
@@ -187,7 +193,7 @@ class VirtualAccelerator(EmulatedAccelerator[VirtualOperation]):
     def _in_some_order(self, needed: dict[int, VirtualOperation]) -> Iterator[VirtualOperation]:
         """Yield the operations in one of the orders that what they wait for allows."""
         missing = {
-            number: {other.number for other in operation.behind if other.carried_at is None}
+            number: {other.number for other in operation.behind if other.is_pending}
             for number, operation in needed.items()
         }
         ready = sorted(number for number, others in missing.items() if not others)
@@ -244,9 +250,7 @@ class VirtualAccelerator(EmulatedAccelerator[VirtualOperation]):
         """Drop what cannot matter any more: all that is pending was submitted later."""
         # Dictionaries keep insertion order, so the first pending operation is the oldest.
         oldest = next(iter(self._pending), self._submitted)
-        self._copies = [
-            op for op in self._copies if op.carried_at is None or op.carried_at > oldest
-        ]
+        self._copies = [op for op in self._copies if op.carried_at > oldest]
         self._freed = [(since, memory) for since, memory in self._freed if since > oldest]
 
 
@@ -269,10 +273,10 @@ def _newest(known: Iterable[dict[Stream, int]]) -> dict[Stream, int]:
 def _closure(ended: list[VirtualOperation]) -> dict[int, VirtualOperation]:
     """Return these and all that they wait for, except what was carried out."""
     needed: dict[int, VirtualOperation] = {}
-    left = [operation for operation in ended if operation.carried_at is None]
+    left = [operation for operation in ended if operation.is_pending]
     while left:
         operation = left.pop()
         if operation.number not in needed:
             needed[operation.number] = operation
-            left += [other for other in operation.behind if other.carried_at is None]
+            left += [other for other in operation.behind if other.is_pending]
     return needed

@@ -7,7 +7,7 @@ what waits on the host or on drives; `Ways` decides.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -173,10 +173,7 @@ class _FirstRun:
         return self.block.module
 
     def pack(self, tensor: torch.Tensor) -> object:
-        storage = _storage_of(tensor)
-        if storage is not None and storage[0] not in self.own:
-            address, nbytes = storage
-            self.saved[address] = nbytes  # once, however often it is saved
+        self.saved.update(_storage_of(tensor, self.own))  # once, however often it is saved
         if self.call is not None:
             return self.call.pack(tensor)
         return _packed_by(self.keeper, tensor, self.life)
@@ -466,15 +463,15 @@ class BlockActivations:
     def _made(self, placeholder: Placeholder) -> object:
         call = placeholder.call
         # Also while its first run is under way: a gradient within a block asks for it then.
-        if placeholder.packed is not None and not call.has_dropped:
+        if placeholder.packed is not None:
+            if call.has_dropped:
+                return call.unpack(placeholder, self._watched.saving_again)
             return placeholder.packed
-        if self._closed and placeholder.packed is None:
+        if self._closed:
             raise RuntimeError(
                 "The engine was closed before this backward, which would run blocks again. Call "
                 "backward() before close(), or run the model again"
             )
-        if placeholder.packed is not None:
-            return call.unpack(placeholder, self._watched.saving_again)
         now = members_of(call.block.module)
         used = call.used(now)
         call.check_values(used, self._watched.versions_of(used, call.modules(now)))
@@ -551,9 +548,7 @@ class _Forward:
                 continue
             self._shared.discard(id(tensor))
             self._inputs[id(tensor)] = weakref.ref(tensor)
-            storage = _storage_of(tensor)
-            if storage is not None and storage[0] not in self.own:
-                yield storage[1]
+            yield from _storage_of(tensor, self.own).values()
 
     def is_shared(self, tensor: torch.Tensor) -> bool:
         """Tell whether an earlier block got this tensor as well."""
@@ -561,9 +556,7 @@ class _Forward:
 
     def note_outside(self, tensor: torch.Tensor) -> None:
         """Count what is saved outside of blocks."""
-        storage = _storage_of(tensor)
-        if storage is not None and storage[0] not in self.own:
-            self.outside[storage[0]] = storage[1]
+        self.outside.update(_storage_of(tensor, self.own))
 
 
 def _is_plain_forward() -> bool:
@@ -578,12 +571,16 @@ def _is_plain_forward() -> bool:
     )
 
 
-def _storage_of(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """Return the address and bytes of a tensor's memory; None where it has none of the usual."""
+def _storage_of(tensor: torch.Tensor, own: Container[int]) -> dict[int, int]:
+    """Return the bytes of a tensor's memory, by its address.
+
+    Nothing for memory at an address in `own`, or where a tensor has none of the usual.
+    """
     if type(tensor) is not torch.Tensor or tensor.layout != torch.strided:
-        return None
+        return {}
     storage = tensor.untyped_storage()
-    return storage.data_ptr(), storage.nbytes()
+    address = storage.data_ptr()
+    return {} if address in own else {address: storage.nbytes()}
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:

@@ -162,9 +162,13 @@ class MeasuredWays:
 
     # --- what calls take --------------------------------------------------------------------------
 
+    @property
+    def _measures(self) -> bool:
+        return self.choice is None
+
     def now(self) -> float:
         """Return the time while steps are measured, else 0."""
-        return self._clock() if self.choice is None else 0.0
+        return self._clock() if self._measures else 0.0
 
     def note_call(self, block: RepeatedBlock, *, saved: int, inputs: int, seconds: float) -> None:
         """Note what a call in a forward saved and took."""
@@ -173,12 +177,12 @@ class MeasuredWays:
         measured.note_call(saved, inputs)
         if has_grown:
             self._leave_rest()
-        if self.choice is None:
+        if self._measures:
             measured.forward_s.append(seconds)
 
     def note_run_again(self, block: RepeatedBlock, *, start: float, seconds: float) -> None:
         """Note that a block was run again, and when that began."""
-        if self.choice is not None:
+        if not self._measures:
             return
         self._blocks[block.name].again_s.append(seconds)
         names = list(self._blocks)
@@ -209,7 +213,7 @@ class MeasuredWays:
         called, grown = self._agreement.any_rank(
             "whether blocks were called, and save more",
             any(measured.saved for measured in self._blocks.values()),
-            self.choice is not None and self._has_grown(),
+            not self._measures and self._has_grown(),
         )
         if not called:
             self._said = (
@@ -218,13 +222,13 @@ class MeasuredWays:
             )
             return
         self._steps += 1
-        if self.choice is None and self._steps >= _MEASURED_STEPS:
+        if self._measures and self._steps >= _MEASURED_STEPS:
             self._choose()
         elif grown:
             self.choice, self._steps = None, 0
             self.adopt([BlockWay.RECOMPUTE] * len(self._blocks))
             self._said = "blocks have saved more than before, and are measured again"
-        if self.choice is None:
+        if self._measures:
             for measured in self._blocks.values():
                 measured.time_anew()
         self._again = []

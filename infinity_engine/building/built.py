@@ -89,13 +89,7 @@ class BuiltModel:
 
         With several ranks, this rank reads its own shard; element 0 is the shard's first.
         """
-        spec = self.spec_of(parameter)
-        own_numel = (
-            # Of a shard, its own elements count; element 0 is its first.
-            parameter.numel()
-            if spec is None or self.ranks is None
-            else spec.shards[self.ranks.shards.rank].numel
-        )
+        own_numel = self._records.own_numel(parameter)
         self._check_within(parameter, own_numel, first_element, values)
         self._records.read_into(parameter, first_element, values)
 

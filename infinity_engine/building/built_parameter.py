@@ -52,7 +52,8 @@ class BuiltParameter:
         self.name = name
         self.held = 0
         self.place = place
-        self._sharding: tuple[ShardSpec, int] | None = None
+        self.spec: ShardSpec | None = None
+        self.part: Shard | None = None  # of this rank
         # On all ranks: a use gathers it, although its memory may still be here.
         self.is_away = False
         self.digest = ""  # of the whole values, where this rank has seen all of them
@@ -65,16 +66,6 @@ class BuiltParameter:
         self._stride = torch.empty(parameter.shape, device="meta").stride()
         self._pinned = False
         self._passed_over = _PassedOver()
-
-    @property
-    def spec(self) -> ShardSpec | None:
-        """How it is cut over ranks, where it is."""
-        return None if self._sharding is None else self._sharding[0]
-
-    @property
-    def part(self) -> Shard | None:
-        """Of a cut parameter, the part of this rank."""
-        return None if self._sharding is None else self._sharding[0].shards[self._sharding[1]]
 
     # --- the parameter ----------------------------------------------------------------------------
 
@@ -101,7 +92,7 @@ class BuiltParameter:
     def is_absent(self) -> bool:
         """Whether its values are on the drives alone."""
         # A shard of no elements has a part and no place.
-        return not self.held and (self.place is not None or self._sharding is not None)
+        return not self.held and (self.place is not None or self.part is not None)
 
     # --- what is counted --------------------------------------------------------------------------
 
@@ -116,7 +107,7 @@ class BuiltParameter:
 
     def cut(self, spec: ShardSpec | None, rank: int) -> None:
         """Have this part on the drives; None: it was never there."""
-        self._sharding = None if spec is None else (spec, rank)
+        self.spec, self.part = spec, None if spec is None else spec.shards[rank]
 
     def mark_away(self, digest: str | None = None) -> None:
         """Mark it as away, on all ranks; `digest` is of the values that this rank has all seen."""
@@ -129,11 +120,11 @@ class BuiltParameter:
 
     def bytes_to_store(self, parameter: torch.Tensor) -> int:
         """Return how many bytes of it belong on the drives of this rank."""
-        return (
-            nbytes_of(parameter)
-            if self.part is None
-            else self.part.numel * parameter.element_size()
-        )
+        return self.own_numel(parameter) * parameter.element_size()
+
+    def own_numel(self, parameter: torch.Tensor) -> int:
+        """Return how many of its elements are this rank's."""
+        return parameter.numel() if self.part is None else self.part.numel
 
     def pin(self) -> None:
         """Stay in host memory for good: other code has its address, and nothing shows how long."""

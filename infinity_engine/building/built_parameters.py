@@ -148,15 +148,12 @@ class BuiltParameters:
         if not is_plain(tensor) or tensor.numel() < 2 or any(tensor.stride()):
             return
         storage = tensor.untyped_storage()
-        shown, record = self._shown.get(storage.data_ptr(), (None, None))
-        parameter = None if record is None else record.parameter
-        if (
-            shown is not None
-            # An address can be used again: it counts only while the storage is the same object.
-            and shown() is storage
-            and parameter is not None
-            and parameter is not tensor
-        ):
+        if storage.data_ptr() not in self._shown:
+            return
+        shown, record = self._shown[storage.data_ptr()]
+        parameter = record.parameter
+        # An address can be used again: it counts only while the storage is the same object.
+        if shown() is storage and parameter is not None and parameter is not tensor:
             with self.using([parameter]), plainly():
                 # The memory itself, not a copy: what is written to either shows in both.
                 tensor.data = parameter.data
@@ -348,6 +345,10 @@ class BuiltParameters:
     def spec_of(self, parameter: torch.Tensor) -> ShardSpec | None:
         """Return how a parameter is cut over the ranks; None: it is not."""
         return self._of(parameter).spec
+
+    def own_numel(self, parameter: torch.Tensor) -> int:
+        """Return how many elements of a parameter are this rank's."""
+        return self._of(parameter).own_numel(parameter)
 
     def digest_of(self, parameter: torch.Tensor) -> str:
         """Return text that differs where ranks' values differ, as far as this rank saw them."""

@@ -69,13 +69,13 @@ class Pretrained:
             )
         self._config = _config_in(self._directory)
         self._saved = _taken_saved_form(self._config, self._directory / _CONFIG)
-        if self._saved is not None and compact is not None:
+        if self._saved and compact is not None:
             raise ConfigError(
                 field="compact",
                 value=f"{compact.value} for {directory}",
                 expected="nothing: the weights in this directory are compact, and stay as they are",
             )
-        self._compact = compact if self._saved is None else CompactKind.NF4
+        self._compact = CompactKind.NF4 if self._saved else compact
         self._class = _class_of(self._config, model_class, self._directory)
         self._dtype = dtype
         self._sources = found_of_pretrained(self._directory)
@@ -277,11 +277,11 @@ def _config_in(directory: Path) -> Any:
     )
 
 
-def _taken_saved_form(config: Any, path: Path) -> Mapping[str, Any] | None:
-    """Take out of a configuration how its weights are quantized, and return it."""
+def _taken_saved_form(config: Any, path: Path) -> Mapping[str, Any]:
+    """Take out of a configuration how its weights are quantized, and return it; empty: not."""
     saved: Mapping[str, Any] | None = getattr(config, "quantization_config", None)
     if saved is None:
-        return None
+        return {}
     if (
         saved.get("quant_method", _BITSANDBYTES) != _BITSANDBYTES
         or not saved.get("load_in_4bit")
@@ -306,13 +306,14 @@ def _class_of(config: Any, wanted: type | None, directory: Path) -> Any:
         # An Auto class: which model it stands for shows in one without values.
         with torch.device("meta"):
             return type(wanted.from_config(config))
-    names = config.architectures or [None]
-    found = getattr(transformers, str(names[0]), None) if wanted is None else wanted
+    found: Any = wanted
+    said: tuple[str, object] = "model_class", wanted
+    if wanted is None:
+        names = config.architectures or [None]
+        found = getattr(transformers, str(names[0]), None)
+        said = f"architectures in {directory / _CONFIG}", names
     if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
-        raise _unknown(
-            f"architectures in {directory / _CONFIG}" if wanted is None else "model_class",
-            names if wanted is None else wanted,
-        )
+        raise _unknown(*said)
     return found
 
 

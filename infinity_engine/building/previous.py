@@ -61,8 +61,7 @@ class PreviousStates:
 
     def steps_of(self, number: int) -> int:
         """Return how many updates a parameter has had: 1 for SGD's states, which have no count."""
-        state = self._states.get(number)
-        return 0 if state is None else int(state.get(_STEP, 1))
+        return int(self._states.get(number, {_STEP: 0}).get(_STEP, 1))
 
     def fill(self, number: int, name: str, first_element: int, values: torch.Tensor) -> bool:
         """Fill flat `values` with part of a parameter's or shard's state; False: there is none."""

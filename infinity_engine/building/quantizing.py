@@ -42,7 +42,7 @@ _NESTED = ("weight.nested_absmax", "weight.nested_quant_map")
 class CompactSettings(QuantizationConfigMixin):  # type: ignore[misc]  # untyped
     """Which layers are made compact, and what their values are in the files.
 
-    `saved` is the configuration of a checkpoint of bitsandbytes; None: the files have floating
+    `saved` is the configuration of a checkpoint of bitsandbytes; empty: the files have floating
     point. `make_room` is called with the bytes that a weight takes in all its forms, before it is
     made compact.
     """
@@ -50,7 +50,7 @@ class CompactSettings(QuantizationConfigMixin):  # type: ignore[misc]  # untyped
     def __init__(
         self,
         kind: CompactKind,
-        saved: Mapping[str, Any] | None,
+        saved: Mapping[str, Any],
         make_room: Callable[[int], None],
     ) -> None:
         self.quant_method = _METHOD
@@ -80,23 +80,23 @@ class _Compactor(HfQuantizer):  # type: ignore[misc]  # untyped
     serialized_names: ClassVar[dict[str, list[str]]] = {"weight": [*_NEEDED, *_NESTED]}
 
     def __init__(self, settings: CompactSettings, **_others: object) -> None:
-        super().__init__(settings, pre_quantized=settings.saved is not None)
+        super().__init__(settings, pre_quantized=bool(settings.saved))
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, **_others: object
     ) -> None:
         settings = self.quantization_config
         skipped = self.get_modules_to_not_convert(
-            model, (settings.saved or {}).get("llm_int8_skip_modules"), model._keep_in_fp32_modules
+            model, settings.saved.get("llm_int8_skip_modules"), model._keep_in_fp32_modules
         )
         # bitsandbytes also has GPT-2's layers; its files have them as linear layers.
-        known = {torch.nn.Linear} if settings.saved is None else {torch.nn.Linear, Conv1D}
+        known = {torch.nn.Linear, Conv1D} if settings.saved else {torch.nn.Linear}
         paths = [
             path
             for path, module in model.named_modules()
             if type(module) in known
             and should_convert_module(path, skipped)
-            and (settings.saved is not None or settings.kind.fits(module.weight.numel()))
+            and (settings.saved or settings.kind.fits(module.weight.numel()))
         ]
         if not paths:
             raise no_such_layers(settings.kind, model)
@@ -137,7 +137,7 @@ class _Compactor(HfQuantizer):  # type: ignore[misc]  # untyped
         """Return the configuration that fits what `save_pretrained` writes."""
         return {
             "bnb_4bit_compute_dtype": str(model.dtype).removeprefix("torch."),
-            **(self.quantization_config.saved or {}),
+            **self.quantization_config.saved,
             "quant_method": "bitsandbytes",
             "load_in_4bit": True,
             "load_in_8bit": False,

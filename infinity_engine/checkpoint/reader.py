@@ -212,9 +212,9 @@ class CheckpointReader(Closing):
             for tensor, entry in file.header.tensors.items():
                 if is_fill(tensor):
                     continue
-                parsed = parse_tensor(tensor)
-                stream = None if parsed is None else streams.get(parsed[:2])
-                if stream is None or parsed is None:
+                parameter, kind, first = parse_tensor(tensor) or ("", "", 0)
+                stream = streams.get((parameter, kind))
+                if stream is None:
                     raise self._flaw(
                         name, f"its tensor {shown(tensor)} belongs to no stream of the manifest"
                     )
@@ -222,7 +222,7 @@ class CheckpointReader(Closing):
                     flaw = f"its tensor {shown(tensor)} is {entry.dtype} of shape {entry.shape}"
                     raise self._flaw(name, f"{flaw}, expected {stream.dtype} of one dimension")
                 found[stream].append(
-                    _Held(Slice(stream, parsed[2], entry.shape[0]), name, entry.offset)
+                    _Held(Slice(stream, first, entry.shape[0]), name, entry.offset)
                 )
         return MappingProxyType(
             {stream: self._covering(stream, held) for stream, held in found.items()}

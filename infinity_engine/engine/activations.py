@@ -137,6 +137,11 @@ class _Assembling:
     resources: ExitStack
 
     @property
+    def drives(self) -> SwapFile:
+        assert self.swap is not None, "it was opened for what is saved"
+        return self.swap
+
+    @property
     def accelerator(self) -> Accelerator:
         return self.planned.accelerator
 
@@ -164,8 +169,8 @@ class _Assembling:
             return None
         pool = PinnedPool(reservation)
         self.resources.callback(pool.close)
-        if self.swap is not None and uses_drives(self.config):
-            pool.register_with(self.swap.queue)
+        if uses_drives(self.config):
+            pool.register_with(self.drives.queue)
         return pool
 
     def offload(
@@ -179,8 +184,7 @@ class _Assembling:
         settings = self.config.activations
         in_flight, room = resident // 2, None
         if home is Tier.NVME:
-            assert self.swap is not None, "it was opened for what is saved"
-            room = DriveRoom(self.swap)
+            room = DriveRoom(self.drives)
             if pool is not None:
                 in_flight = min(in_flight, settings.host_bytes // 2)
         here = Tier.DEVICE if self.has_device_memory else Tier.HOST
@@ -260,13 +264,12 @@ class _Assembling:
     def _homes(self) -> Iterator[Tier]:
         if self.has_device_memory and self.config.activations.host_bytes:
             yield Tier.HOST
-        if self.swap is not None and uses_drives(self.config):
+        if uses_drives(self.config):
             yield Tier.NVME
 
     def _free_on_drives(self) -> int:
-        assert self.swap is not None, "it was opened for what is saved"
         whole = sum(self.planned.budget.nvme.values())
-        return max(whole - self.swap.capacity, 0) + self.swap.free_bytes
+        return max(whole - self.drives.capacity, 0) + self.drives.free_bytes
 
     def _clock(self) -> Callable[[], float]:
         """Return the time in seconds at which all that was submitted has ended."""

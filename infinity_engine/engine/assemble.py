@@ -103,12 +103,11 @@ def assemble(
     resources, taken, reporter = ExitStack(), ExitStack(), ProgressReporter(progress)
     built = built_model_of(model)
     # A model that ranks have built together is trained by these ranks.
-    ranks = None if built is None else built.ranks
-    if ranks is None:
-        ranks = Ranks.join(config.ranks)
+    of_built = None if built is None else built.ranks
+    ranks = of_built or Ranks.join(config.ranks)
     with _closed_where_it_fails(resources, ranks):
-        if built is not None and built.ranks is not None:
-            built.ranks.go_on_with(config.ranks)
+        if of_built is not None:
+            of_built.go_on_with(config.ranks)
         accelerator = device
         if accelerator is None:
             accelerator = resources.enter_context(open_accelerator(config.accelerator.value))
@@ -382,9 +381,11 @@ def _serve_modules(
     """Let modules have their parameters when they run, and updates wait for them."""
     plan, everything, records = planned.plan, planned.everything, placed.records
     fetcher: ParameterFetcher | None = None
+    provider: Provider = NothingFetched()
+    fetches = plan.steps.parameters is not Tier.DEVICE
     # Parameters that rest on the host or on drives are fetched around modules.
-    if plan.steps.parameters is not Tier.DEVICE:
-        fetcher = ParameterFetcher(
+    if fetches:
+        provider = fetcher = ParameterFetcher(
             everything,
             records,
             lanes,
@@ -396,7 +397,6 @@ def _serve_modules(
         resources.callback(fetcher.close)
     ranks: OneRank | ManyRanks = OneRank(gradients)
     modules: ModuleParameters | UnwatchedModules = UnwatchedModules(model, hooks, activations)
-    provider: Provider = NothingFetched() if fetcher is None else fetcher
     # Several ranks have their own modules and provider, over this rank's shards.
     if planned.sharding is not None:
         ranks = planned.sharding.whole(
@@ -419,9 +419,9 @@ def _serve_modules(
         )
         placed.states.on_new_values(fetcher)
     deferral = Deferral.none()
-    if _may_defer(config, planned, records, fetches=fetcher is not None):
+    if _may_defer(config, planned, records, fetches=fetches):
         follower: Follower = provider
-        if fetcher is None:
+        if not fetches:
             follower = PendingParameters(model, planned.trained, gradients, Hooks(signals))
         # At the end no module waits for an update any more.
         resources.callback(follower.follow_update, None)
@@ -429,7 +429,7 @@ def _serve_modules(
         now = [
             subgroup.index
             for subgroup in planned.sizing.subgroups
-            if fetcher and any(segment.parameter not in records for segment in subgroup.segments)
+            if fetches and any(segment.parameter not in records for segment in subgroup.segments)
         ]
         deferral = Deferral(now=now, parts=parts_of(planned.sizing.subgroups), follower=follower)
     return _Served(ranks=ranks, modules=modules, provider=provider, deferral=deferral)
@@ -454,8 +454,8 @@ def _lanes(
     return Lanes(
         accelerator=accelerator,
         compute=accelerator.stream(StreamKind.COMPUTE),
-        upload=None if accelerator.unified else accelerator.stream(StreamKind.H2D),
-        download=None if accelerator.unified else accelerator.stream(StreamKind.D2H),
+        upload=accelerator.stream(StreamKind.H2D),
+        download=accelerator.stream(StreamKind.D2H),
         kernels=kernels,
         device_kernels=device_kernels(accelerator, kernels),
         host=host,

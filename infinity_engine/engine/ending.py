@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from infinity_engine.engine.checkpoints.saving import Saves
-from infinity_engine.kept_errors import again, kept
+from infinity_engine.kept_errors import kept, raise_any
 from infinity_engine.parameters.providing import Provider
 from infinity_engine.ranks.together import ManyRanks, OneRank
 from infinity_engine.signals import HeldSignals
@@ -164,8 +164,7 @@ class Ending:
         # Last: several ranks restore parameters together.
         finally:
             self._ranks.close(failed)
-        if failed is not None:
-            raise again(failed)
+        raise_any(failed)
 
     def _leave_absent_without_model(self) -> None:
         """Read nothing for parameters that no code will see, and that cannot be given values."""

@@ -424,9 +424,11 @@ class Engine:
         return nullcontext()
 
     def _update(self) -> StepResult:
-        parts, step = self._parts, self._parts.states.step
+        parts, states = self._parts, self._parts.states
         # An interrupted step goes on with what it began with.
-        inputs, result = (step.inputs, step.result) if step else self._decide_update()
+        inputs, result = (
+            (states.step.inputs, states.step.result) if states.begun else self._decide_update()
+        )
         if result.outcome is Outcome.SKIPPED:
             return result
         # Modules let go first: what they hold is not evicted. Both come before the first kernel
@@ -674,11 +676,13 @@ class Engine:
             # A tile of a parameter has no name in the state dict.
             return value.joined(lambda tile: self._copy_of(tile, tile))
         known = self._known.get(id(parameter))
-        # Cut over ranks, it is gathered: all ranks come here in the same order.
-        cut = not self._parts.ranks.is_alone and known is not None and known.numel > 0
-        if known is not None and (known.on_drives or cut):
-            return self._parts.fetcher.copy_of(known.number).view(known.parameter.shape)
-        tensor = value if known is None else known.values.view(known.parameter.shape)
+        tensor = value
+        if known is not None:
+            # Cut over ranks, it is gathered: all ranks come here in the same order.
+            cut = not self._parts.ranks.is_alone and known.numel > 0
+            if known.on_drives or cut:
+                return self._parts.fetcher.copy_of(known.number).view(known.parameter.shape)
+            tensor = known.values.view(known.parameter.shape)
         # cpu() returns a tensor of the CPU itself, so clone() makes the copy.
         return tensor.detach().cpu().clone() if isinstance(tensor, torch.Tensor) else tensor
 

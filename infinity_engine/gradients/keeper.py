@@ -898,7 +898,6 @@ def _download(lanes: Lanes, piece: torch.Tensor, lease: Lease) -> Event | None:
     try:
         return _copy_down(lanes, source, lease, made)
     finally:
-        assert lanes.download is not None, "copies are between two memories"
         # Autograd frees the gradient now, and its stream does not know that the download stream
         # still reads it.
         lanes.accelerator.outlives(source, lanes.download)

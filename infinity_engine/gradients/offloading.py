@@ -16,7 +16,7 @@ import torch
 
 from infinity_engine.accel import Event
 from infinity_engine.errors import CapacityError, TransferError
-from infinity_engine.kept_errors import again, kept
+from infinity_engine.kept_errors import kept, raise_any
 from infinity_engine.lanes.lanes import Lanes
 from infinity_engine.lanes.meter import Cargo, Wait
 from infinity_engine.memory import Lease
@@ -134,8 +134,7 @@ class GradientOffload:
         with self._lanes.meter.timed_wait(Wait.GRADIENTS):
             self._forget_written(self._writing)
         self._writing = []
-        if self._failed is not None:
-            raise again(self._failed)
+        raise_any(self._failed)
 
     def drop(self) -> None:
         """Wait for all writes and forget their failures: no one needs these gradients any more."""

@@ -28,8 +28,8 @@ class Lanes:
 
     accelerator: Accelerator
     compute: Stream
-    upload: Stream | None  # None where DEVICE and HOST are one memory
-    download: Stream | None
+    upload: Stream  # without copies where DEVICE and HOST are one memory
+    download: Stream
     kernels: HostKernels
     device_kernels: DeviceKernels  # for work that the device is given
     host: PinnedPool
@@ -49,7 +49,6 @@ class Lanes:
     ) -> Event:
         """Copy bytes up or down after all of `after`; `name` and `fields` are for the timeline."""
         stream = self.upload if lane is Lane.H2D else self.download
-        assert stream is not None, "copies are between two memories"
         bytes_of = [side.flat() if isinstance(side, Lease) else side for side in (target, source)]
         event = self.accelerator.copy(*bytes_of, stream=stream, after=after)
         for side in (target, source):

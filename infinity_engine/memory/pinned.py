@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from deepnvme import IOQueue, Pool, PoolExhaustedError
 from deepnvme.sizes import PAGE, whole_pages
 from infinity_engine.errors import CapacityError, ConfigError
+from infinity_engine.memory.layout import Layout
 from infinity_engine.memory.lease import Backing, Lease, Lessor, NoBytes
 from infinity_engine.memory.ledger import Reservation
 from infinity_engine.plan import Extent, Tier
@@ -25,8 +26,6 @@ from infinity_engine.units import align_down
 
 if TYPE_CHECKING:
     import torch
-
-    from infinity_engine.memory.layout import Layout
 
 __all__ = ["Freed", "PinnedPool", "PoolStats"]
 
@@ -73,9 +72,10 @@ class PinnedPool(Lessor):
         freed: Freed = Freed.KEPT,
     ) -> None:
         super().__init__(Tier.HOST, reservation)
+        layout = layout or Layout({}, 0)
         # The rest of a reservation that is no multiple of a page stays unused.
         capacity = align_down(reservation.nbytes, PAGE)
-        planned = whole_pages(layout.nbytes) if layout is not None else 0
+        planned = whole_pages(layout.nbytes)
         if capacity < max(planned, PAGE):
             for_what = "which the planned buffers take" if planned else "one page"
             raise ConfigError(
@@ -83,10 +83,9 @@ class PinnedPool(Lessor):
                 value=reservation.nbytes,
                 expected=f"at least {max(planned, PAGE)} B, {for_what}",
             )
-        if layout is not None:
-            _check_places(layout)
+        _check_places(layout)
         self.capacity = capacity
-        self._layout = layout
+        self._places = layout.places
         self._freed = freed
         self._queues: list[IOQueue] = []
         # In bytes asked for, and in whole pages: their difference is what rounding costs.
@@ -146,7 +145,7 @@ class PinnedPool(Lessor):
                 plan.
             ConfigError: the layout has no such slot.
         """
-        places = {} if self._layout is None else self._layout.places
+        places = self._places
         if slot not in places:
             raise ConfigError.unknown_name(field="slot of the layout", name=slot, known=places)
         place = places[slot]

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from infinity_engine.errors import CapacityError, TraceMismatch, TransferError
-from infinity_engine.kept_errors import again, kept
+from infinity_engine.kept_errors import kept, raise_any
 from infinity_engine.lanes.lanes import Lanes
 from infinity_engine.lanes.meter import Cargo, Wait
 from infinity_engine.machine.capacity import free_for_copies
@@ -256,8 +256,7 @@ class ParameterFetcher(ResidentParameters[Fetched]):
         for record in self._records.values():
             self._mover.forget(record)
         self._mover.drain()
-        if lost is not None:
-            raise again(lost)
+        raise_any(lost)
 
     # --- several parameters -----------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ class Hooks:
     """The hooks of one engine, or of one model that is being built."""
 
     def __init__(self, signals: HeldSignals | None = None) -> None:
-        self.signals = HeldSignals() if signals is None else signals
+        self.signals = signals or HeldSignals()
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._watched: list[tuple[torch.nn.Module, dict[str, torch.nn.Parameter | None]]] = []
 

@@ -241,8 +241,10 @@ class _CustomFunctions:
         tensors = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
         self._sees_graph = bool(tensors)
         for node in custom_functions(tensors):
-            kept = dict.fromkeys(self._numbers.get(id(tensor)) for tensor in tensors_kept_by(node))
-            numbers = tuple(number for number in kept if number is not None)
+            kept = (id(tensor) for tensor in tensors_kept_by(node))
+            numbers = tuple(
+                dict.fromkeys(self._numbers[key] for key in kept if key in self._numbers)
+            )
             if numbers:
                 use, frame = Use(f"{node.name()}, which keeps it", numbers), _Frame(None)
                 self._hooks.around_backward(
@@ -491,8 +493,8 @@ class ModuleParameters:
         external of these modules, by its own name.
         """
         numbers, version_of_number = self._numbers, self._fetcher.version_of
-        uses = [self._uses.get(id(module)) for module in modules.values()]
-        needed = {number for use in uses if use is not None for number in use.parameters}
+        uses = [self._uses[id(module)] for module in modules.values() if id(module) in self._uses]
+        needed = {number for use in uses for number in use.parameters}
         return {
             **{
                 name: version_of_number(numbers[id(tensor)])
@@ -536,11 +538,9 @@ class ModuleParameters:
 
     def used_outside(self, loss: torch.Tensor) -> list[str]:
         """Return the names of the parameters that a loss uses and that no module used for it."""
-        used = [self._numbers.get(id(tensor)) for tensor in self._graph_parts.used_outside(loss)]
-        return [
-            self._parameters[number].name
-            for number in sorted(known for known in used if known is not None)
-        ]
+        used = [id(tensor) for tensor in self._graph_parts.used_outside(loss)]
+        numbers = sorted(self._numbers[key] for key in used if key in self._numbers)
+        return [self._parameters[number].name for number in numbers]
 
     # --- modules ----------------------------------------------------------------------------------
 

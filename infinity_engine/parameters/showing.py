@@ -75,6 +75,5 @@ class ShownParameters:
 
     def is_as_shown(self, number: int) -> bool:
         """Tell whether a parameter still has the data that was shown last."""
-        shown = self._addresses.get(number)
         # Other data means that the caller has set its own.
-        return shown is not None and shown == self._parameters[number].parameter.data_ptr()
+        return self._addresses.get(number) == self._parameters[number].parameter.data_ptr()

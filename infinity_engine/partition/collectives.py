@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -28,7 +29,7 @@ import torch.distributed as dist
 from infinity_engine.accel import Accelerator, Event, Stream, TimeCost
 from infinity_engine.errors import CollectiveError, ConfigError
 from infinity_engine.kept_errors import again, kept
-from infinity_engine.partition.failures import Failures, Store
+from infinity_engine.partition.failures import Failures, NoStore, Store
 from infinity_engine.partition.header import Header, digest, disagreement
 from infinity_engine.partition.rounds import (
     AllGather,
@@ -126,7 +127,7 @@ class _Done:
 class _Channel(Protocol):
     """The way to the other ranks. `on_host` is for host bytes, whichever backend the data has."""
 
-    store: Store | None
+    store: Store
 
     def start(self, wire: Wire, *, on_host: bool) -> HostWork: ...
 
@@ -140,7 +141,7 @@ class _Channel(Protocol):
 class _Alone:
     """The way of one rank to itself."""
 
-    store: Store | None = None
+    store: Store = NoStore()
 
     def start(self, wire: Wire, *, on_host: bool) -> HostWork:
         if not isinstance(wire, NoWire):
@@ -189,8 +190,8 @@ class _Groups:
         self._parts, self._mine = parts, mine
         self._backend = backend
         self._world = dist.group.WORLD if own_world else None
-        of = getattr(self._groups[0], "get_group_store", None)  # older torch has none
-        self.store: Store | None = None if of is None else of()
+        of = getattr(self._groups[0], "get_group_store", NoStore)  # older torch has none
+        self.store: Store = of()
 
     def again(self, timeout_s: float) -> _Channel:
         return _Groups(self._parts, self._mine, timeout_s, own_world=False, backend=self._backend)
@@ -655,11 +656,12 @@ class Collectives:
         self._closed = True
         # With an alarm where something failed here. A rank that leaves on purpose raises none: the
         # others learn of it when they wait for this one.
-        if error is not None and self._failure is None:
+        works = self._failure is None
+        if error is not None and works:
             self._related.failures.report(f"has left with {type(error).__name__}: {_brief(error)}")
         else:
             self._related.failures.leave(f"has left after {self._started} collectives")
-        if self._under_way and self._failure is None:
+        if self._under_way and works:
             pending = self._under_way[0]
             self._end_all(
                 self._error(pending.op, "this rank closed the group while it was under way")
@@ -783,9 +785,7 @@ class Collectives:
             work = self._channel.start(Exchange(mine, into, per_rank, per_rank), on_host=True)
         except Exception as error:
             # Ends all sequences: without this header the ranks are out of step.
-            self._fail(pending, error)
-            assert self._failure is not None, "it is why this failed"
-            raise again(self._failure) from error
+            raise again(self._fail(pending, error)) from error
         self._headers.append((pending, work, into))
         return pending
 
@@ -831,18 +831,16 @@ class Collectives:
 
     @property
     def _data_issuer(self) -> Issuer:
-        return Issuer(self._issue, in_stream=self._related.lane is not None)
+        lane = self._related.lane
+        if lane is None:
+            return Issuer(partial(self._issue, on_host=False), in_stream=False)
+        return Issuer(partial(self._issue_in_stream, *lane), in_stream=True)
 
     @property
     def _host_issuer(self) -> Issuer:
-        return Issuer(self._issue_on_host, in_stream=False)
+        return Issuer(partial(self._issue, on_host=True), in_stream=False)
 
-    def _issue(self, round_: Round) -> Work:
-        if self._related.lane is None:
-            round_.pack()
-            return _Unpacking(self._channel.start(round_.wire, on_host=False), round_.unpack)
-        accelerator, stream = self._related.lane
-
+    def _issue_in_stream(self, accelerator: Accelerator, stream: Stream, round_: Round) -> Work:
         def work() -> None:
             round_.pack()
             # on a GPU, the stream waits and not the host
@@ -851,9 +849,9 @@ class Collectives:
 
         return accelerator.run(work, stream=stream, cost=TimeCost(0))
 
-    def _issue_on_host(self, round_: Round) -> HostWork:
+    def _issue(self, round_: Round, *, on_host: bool) -> HostWork:
         round_.pack()
-        return _Unpacking(self._channel.start(round_.wire, on_host=True), round_.unpack)
+        return _Unpacking(self._channel.start(round_.wire, on_host=on_host), round_.unpack)
 
     # --- failure ----------------------------------------------------------------------------------
 
@@ -873,10 +871,10 @@ class Collectives:
                 # Without a cause of its own: `account` says which rank it was.
                 self._fail(oldest, None)
 
-    def _fail(self, pending: Pending, cause: BaseException | None) -> None:
-        """End everything, with an error that names the ranks to blame, where they can be found."""
+    def _fail(self, pending: Pending, cause: BaseException | None) -> CollectiveError:
+        """End everything; return the error, which names the ranks to blame, where it found them."""
         if self._failure is not None:
-            return
+            return self._failure
         # Of an error of Gloo the first sentence, the fact: guesses and places follow it.
         known = [] if cause is None else [re.split(r"\.\s", _brief(cause))[0].removesuffix(".")]
         # Before `account` waits for the others' reports: they wait for this one.
@@ -887,14 +885,14 @@ class Collectives:
             ) from cause
         # Raised once, so that it has its cause. Each wait raises a copy without frames.
         except CollectiveError as failure:
-            self._end_all(kept(failure))
+            return self._end_all(kept(failure))
 
     def _error(self, op: str, reason: str) -> CollectiveError:
         return CollectiveError(
             group=self.name, rank=self._related.ranks[self.rank], op=op, reason=reason
         )
 
-    def _end_all(self, failure: CollectiveError) -> None:
+    def _end_all(self, failure: CollectiveError) -> CollectiveError:
         self._failure = failure
         self._headers.clear()
         # First `_failure`, then these: an `ended` that starts something has to find it failed.
@@ -904,6 +902,7 @@ class Collectives:
         for other in self._related.sequences:
             if other._failure is None:
                 other._end_all(failure)
+        return failure
 
 
 def _brief(error: BaseException) -> str:

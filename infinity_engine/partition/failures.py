@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, NoReturn, Protocol
 
 import psutil
 
-__all__ = ["Failures", "Process", "Store"]
+__all__ = ["Failures", "NoStore", "Process", "Store"]
 
 # Between two looks at the store.
 _PAUSE_S = 0.02
@@ -39,6 +39,16 @@ class Store(Protocol):
 
     def check(self, keys: list[str]) -> bool:
         """Tell whether all of these have values, without waiting."""
+
+
+class NoStore:
+    """Stands where ranks met without a store: it cannot be reached."""
+
+    def set(self, *_given: Any, **_named: Any) -> NoReturn:
+        """Raise, as a store does that is gone."""
+        raise ConnectionError("the ranks met without a store")
+
+    get = check = set
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,21 +88,19 @@ class Failures:
     It waits for them for `patience_s` at most.
     """
 
-    def __init__(
-        self, store: Store | None, name: str, rank: int, size: int, *, patience_s: float
-    ) -> None:
+    def __init__(self, store: Store, name: str, rank: int, size: int, *, patience_s: float) -> None:
         self._store = store
         self._name = name
         self._rank = rank
         self._size = size
         self._patience_s = patience_s
-        if store is not None:
+        if self.has_store:
             self._put(f"process/{rank}", json.dumps(asdict(Process.own())))
 
     @property
     def has_store(self) -> bool:
         """Whether there is a store, without which the other ranks hear nothing."""
-        return self._store is not None
+        return not isinstance(self._store, NoStore)
 
     def seen(self) -> bool:
         """Tell whether some rank has reported a failure."""
@@ -118,15 +126,14 @@ class Failures:
 
         The last that was announced: ranks write to one key.
         """
-        text = self._get(f"wanted/{among}")
-        number, position = (0, 0) if text is None else map(int, text.split())
+        number, position = map(int, (self._get(f"wanted/{among}") or "0 0").split())
         return number, position
 
     def account(self) -> list[str]:
         """Return a sentence about each other rank; wait, for a bounded time, until it reports."""
         if self._size == 1:
             return []
-        if self._store is None or not self._reachable():
+        if not self._reachable():
             return [
                 "the state of the other ranks is unknown, as the store at which they met cannot "
                 "be reached"
@@ -141,7 +148,7 @@ class Failures:
             for rank in list(missing):
                 reported = self._get(f"reports/{rank}")
                 pid = self._ended(rank)
-                if reported is not None:
+                if reported:
                     reports[rank] = reported
                 elif pid is not None:
                     ended[rank] = pid
@@ -156,13 +163,12 @@ class Failures:
     def _ended(self, rank: int) -> int | None:
         """Return the process number of a rank if that process has ended; None where it has not."""
         text = self._get(f"process/{rank}")
-        if text is None:
+        if not text:
             return None
         process = Process(**json.loads(text))
         return process.pid if process.has_ended(Process.own()) else None
 
     def _reachable(self) -> bool:
-        assert self._store is not None, "there is one"
         try:
             self._store.check([self._key("failed")])
         except Exception:  # Each kind of store raises errors of its own.
@@ -173,26 +179,24 @@ class Failures:
         return f"infinity/{self._name}/{what}"
 
     def _put(self, what: str, value: str) -> None:
-        if self._store is not None:
-            with suppress(Exception):  # A failed report must not hide the failure itself.
-                self._store.set(self._key(what), value)
+        with suppress(Exception):  # A failed report must not hide the failure itself.
+            self._store.set(self._key(what), value)
 
     def _has(self, what: str) -> bool:
-        if self._store is None:
-            return False
         try:
             return bool(self._store.check([self._key(what)]))
         except Exception:
             return False
 
-    def _get(self, what: str) -> str | None:
+    def _get(self, what: str) -> str:
+        """Return a value; empty where there is none."""
         # `get` would wait for a value that no rank may ever set.
-        if self._store is None or not self._has(what):
-            return None
+        if not self._has(what):
+            return ""
         try:
             return self._store.get(self._key(what)).decode()
         except Exception:
-            return None
+            return ""
 
 
 def _in_words(

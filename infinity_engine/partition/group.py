@@ -122,8 +122,9 @@ class ShardGroup:
             "shards", shards, [self.shard(number).numel for number in range(len(self.members))]
         )
         self._check("into", into, [member.spec.numel for member in self.members])
+        wire = _no_bytes() if wire is None else wire
         most = self._room(wire, self.gather_bytes(), self._layout.ranks + 1)
-        rounds = self._gathering(shards, into, _no_bytes() if wire is None else wire, most)
+        rounds = self._gathering(shards, into, wire, most)
         # With `most`: buffers of other sizes would make other rounds.
         return self._collectives.start(
             f"gather of {self.name}", rounds, key=digest(self._key, most)
@@ -210,16 +211,14 @@ class ShardGroup:
         self._check("gradients", gradients, [member.spec.numel for member in self.members])
         mine = [self.shard(number).numel for number in range(len(self.members))]
         self._check("into", into, mine, dtype=torch.float32)
+        wire = _no_bytes() if wire is None else wire
         most = self._room(wire, self.reduce_bytes(), 2 * self._layout.ranks)
-        rounds = self._reducing(gradients, into, adder, _no_bytes() if wire is None else wire, most)
-        announces = sum(
-            1 << place
-            for place, gradient in enumerate(gradients[:MOST_ANNOUNCED])
-            if gradient is not None
-        )
-        # All further members share the last bit: a header has 64.
-        if any(gradient is not None for gradient in gradients[MOST_ANNOUNCED:]):
-            announces |= 1 << MOST_ANNOUNCED
+        rounds = self._reducing(gradients, into, adder, wire, most)
+        announces = 0
+        for place, gradient in enumerate(gradients):
+            if gradient is not None:
+                # All further members share the last bit: a header has 64.
+                announces |= 1 << min(place, MOST_ANNOUNCED)
         key = digest(self._key, most)
         return self._collectives.start(
             f"reduce of {self.name}", rounds, key=key, announces=announces, ended=ended
@@ -303,24 +302,18 @@ class ShardGroup:
 
     # --- buffers ----------------------------------------------------------------------------------
 
-    def _room(self, wire: torch.Tensor | None, enough: int, parts: int) -> int:
+    def _room(self, wire: torch.Tensor, enough: int, parts: int) -> int:
         """Return the bytes of each segment in one round; 0 where none is needed, as `enough` is."""
         if not enough:
             return 0
-        nbytes = 0 if wire is None else wire.nbytes
-        is_flat = (
-            wire is not None
-            and wire.dtype == torch.uint8
-            and wire.dim() == 1
-            and wire.is_contiguous()
-        )
-        most = align_down(nbytes // parts, WIRE_ALIGNMENT)
+        is_flat = wire.dtype == torch.uint8 and wire.dim() == 1 and wire.is_contiguous()
+        most = align_down(wire.nbytes // parts, WIRE_ALIGNMENT)
         if not most or not is_flat:
             raise ConfigError(
                 field=f"wire of {self.name}",
-                value=None
-                if wire is None
-                else f"{nbytes} B of {wire.dtype}, shape {tuple(wire.shape)}",
+                value=f"{wire.nbytes} B of {wire.dtype}, shape {tuple(wire.shape)}"
+                if wire.nbytes
+                else None,
                 expected=f"flat, contiguous uint8 of {parts * WIRE_ALIGNMENT} B or more, {enough} "
                 "B for one round",
             )

@@ -128,17 +128,15 @@ class HybridReduce:
         self._sum_up = sum_up
         self._queue = queue
         self._reduced = False
-        self._second: CollectiveEvent | None = None
+        self._begun: list[CollectiveEvent] = []  # the reduce, then the sum
         # Before `reduce`, which may end at once and look for this in the queue.
         queue.append(self)
-        self._first: CollectiveEvent | None = None
-        self._first = reduce(self._ended)
+        self._begun.append(reduce(self._ended))
         self._begin_seconds()  # it may have ended before it was returned
 
     def done(self) -> bool:
         """Tell whether it has ended, or failed, without blocking."""
-        assert self._first is not None, "it was begun"
-        return self._first.done() and (self._second is None or self._second.done())
+        return all(part.done() for part in self._begun)
 
     def wait(self) -> None:
         """Block until it has ended; it is the oldest of those that have not.
@@ -146,16 +144,14 @@ class HybridReduce:
         Raises:
             CollectiveError: it failed, or one before it.
         """
-        assert self._first is not None, "it was begun"
-        self._first.wait()
+        self._begun[0].wait()
         self._begin_seconds()  # raises why it could not begin
-        assert self._second is not None, "those before it have ended"
-        self._second.wait()
+        self._begun[1].wait()
 
     @property
     def announced(self) -> Sequence[int]:
         """Of each replica, which members its ranks had gradients of, once it has ended well."""
-        return () if self._second is None else self._second.announced
+        return self._begun[1].announced if len(self._begun) > 1 else ()
 
     def _ended(self, error: BaseException | None) -> None:
         if error is None:
@@ -168,12 +164,12 @@ class HybridReduce:
             self._queue.popleft()
 
     def _begin_second(self) -> bool:
-        if not self._reduced or self._first is None:
+        if not self._reduced or not self._begun:
             return False
         had = 0
-        for bits in self._first.announced:
+        for bits in self._begun[0].announced:
             had |= bits
-        self._second = self._sum_up(had)
+        self._begun.append(self._sum_up(had))
         return True
 
 

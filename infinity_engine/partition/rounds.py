@@ -127,7 +127,7 @@ class Pending:
         self.since = time.monotonic()
         self.announced: Sequence[int] = ()
         self._make_rounds = rounds
-        self._rounds: list[Round] | None = None
+        self._rounds: list[Round] = []
         self._issuer = issuer
         self._tell = ended
         self._work: Work | None = None
@@ -150,7 +150,7 @@ class Pending:
     @property
     def issued(self) -> bool:
         """Whether all of its rounds were started, so that the next collective may start its own."""
-        return self._rounds is not None and not self._rounds
+        return not (self._rounds or self.waits_for_headers)
 
     def doubt(self) -> bool:
         """Note that another rank has failed while this is under way; tell whether it was noted."""
@@ -167,11 +167,10 @@ class Pending:
     @property
     def waits_for_headers(self) -> bool:
         """Whether the ranks have not agreed yet."""
-        return self._rounds is None
+        return self._make_rounds is not _no_rounds
 
     def go_on(self, *, may_issue: bool) -> bool:
         """Start and end rounds, as far as they can; tell whether the last has ended."""
-        assert self._rounds is not None, "the ranks have agreed"
         while True:
             # In a stream the next round may be started behind one that is under way.
             if self._work is not None and not (self._issuer.in_stream and self._rounds):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from infinity_engine.errors import CollectiveError, TraceMismatch
-from infinity_engine.kept_errors import again, kept
+from infinity_engine.kept_errors import kept, raise_any
 from infinity_engine.lanes.lanes import Lanes
 from infinity_engine.machine.capacity import free_for_copies
 from infinity_engine.memory import DeviceMemory, Lease
@@ -231,8 +231,7 @@ class ParameterGatherer(ResidentParameters[_Whole]):
             self.shown.end(number, values.get(number))
         self._gathers.close()
         self._below.leave_absent()  # modules do not see shards
-        if failed is not None:
-            raise again(failed)
+        raise_any(failed)
 
     def _whole_again(self) -> dict[int, torch.Tensor]:
         """Return all values in ordinary memory, none where that cannot be."""

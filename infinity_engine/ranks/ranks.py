@@ -418,10 +418,14 @@ class Ranks:
         This rank's shards are views of the whole values until they are moved.
         """
         partitioner = Partitioner(self.shards.size)
-        built = {known.number: is_cut(known.parameter) for known in (*trained, *frozen)}
+        built = {
+            known.number: spec
+            for known in (*trained, *frozen)
+            if (spec := is_cut(known.parameter)) is not None
+        }
         # In the order of numbers: a cut depends on those before it, so all ranks cut alike.
         specs = tuple(
-            built[known.number] or partitioner.cut(known.numel) for known in (*trained, *frozen)
+            built.get(known.number) or partitioner.cut(known.numel) for known in (*trained, *frozen)
         )
         return Cut(
             ranks=self,
@@ -431,7 +435,7 @@ class Ranks:
                 TrainedParameter(
                     whole.number,
                     whole.name,
-                    self._own(whole, spec, has_values=built[whole.number] is None),
+                    self._own(whole, spec, has_values=whole.number not in built),
                     whole.dtype,
                     whole.group,
                     part_of=whole.parameter,
@@ -442,7 +446,7 @@ class Ranks:
                 ModelParameter(
                     whole.number,
                     whole.name,
-                    self._own(whole, specs[whole.number], has_values=built[whole.number] is None),
+                    self._own(whole, specs[whole.number], has_values=whole.number not in built),
                     whole.dtype,
                     part_of=whole.parameter,
                 )

@@ -16,7 +16,7 @@ import torch
 from infinity_engine.errors import CapacityError, CollectiveError
 from infinity_engine.gradients.accumulation import Accumulation
 from infinity_engine.gradients.keeper import GradientKeeper
-from infinity_engine.kept_errors import again, kept
+from infinity_engine.kept_errors import kept, raise_any
 from infinity_engine.optim import GradientNorm, Rule
 from infinity_engine.parameters.modules import ModuleParameters, UnwatchedModules
 from infinity_engine.parameters.parameters import ModelParameter
@@ -61,8 +61,7 @@ class _Together(ABC):
             answer = {"failed": failed and str(failed), "done": done if is_json else None}
         said = self.tell(what, answer)
         # After the exchange, so that no other rank is left waiting.
-        if failed is not None:
-            raise again(failed)
+        raise_any(failed)
         self.check(what, [answer["failed"] for answer in said])
         return [answer["done"] for answer in said]
 
@@ -242,8 +241,7 @@ class ManyRanks(_Together):
         except CapacityError as error:
             refusal = kept(error)
         refusal = self._first_refusal("room for a further backward", refusal)
-        if refusal is not None:
-            raise again(refusal)
+        raise_any(refusal)
 
     def accumulate(self, number: int, gradient: torch.Tensor) -> None:
         """Give a whole gradient to the reducer."""
@@ -319,8 +317,7 @@ class ManyRanks(_Together):
             if refusal is not None:
                 # No rank may step with gradients that another one lacks.
                 self._gradients.note_refused(f"a parameter on rank {refusal.rank}")
-        if refusal is not None:
-            raise again(refusal)
+        raise_any(refusal)
 
     def _first_refusal(self, what: str, own: CapacityError | None) -> CapacityError | None:
         """Return what the first rank that has no room says, None where all have room."""

@@ -59,13 +59,11 @@ class ShardRecord:
 
     def where(self, tier: Tier) -> Lease | Place | None:
         """Return its memory or place in `tier`, current or not; None where it has none."""
-        copy = self._copies.get(tier)
-        return None if copy is None else copy.where
+        return self._copies[tier].where if tier in self._copies else None
 
     def is_current(self, tier: Tier) -> bool:
         """Tell whether the copy in `tier` is there and of the current version."""
-        copy = self._copies.get(tier)
-        return copy is not None and copy.version == self.version
+        return tier in self._copies and self._copies[tier].version == self.version
 
     def home(self) -> Tier:
         """Return the tier in which it resides.

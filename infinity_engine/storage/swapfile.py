@@ -124,7 +124,7 @@ class SwapFile(Closing):
         self._holders: dict[Place, str] = {}
         self._host: Reservation | None = None
         self._drives: dict[str, Reservation] = {}
-        self.queue = IOQueue() if queue is None else queue
+        self.queue = queue or IOQueue()
         self._owns_queue = queue is None
         # What fails below gives back what is reserved by then.
         try:
@@ -430,7 +430,7 @@ class SwapFile(Closing):
         futures = self._volume.pwrite(place.extents, memory)
         if place.sums is not None:
             # Beside the write that is under way already: both only read the memory.
-            place.sums.put(place.start, place.sums.of(memory) if sums is None else sums)
+            place.sums.put(place.start, sums or place.sums.of(memory))
         return IOHop(futures, what)
 
     def share(
@@ -468,7 +468,7 @@ class SwapFile(Closing):
         sums: array[int] | None = None,
     ) -> DamageError | None:
         """Return the error for what was read into this memory; None where it is as written."""
-        found = written.of(memory) if sums is None else sums
+        found = sums or written.of(memory)
         damage = written.damage(place.start, memory.nbytes, found)
         if damage is None:
             return None

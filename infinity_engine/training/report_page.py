@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 from types import MappingProxyType
 
@@ -79,7 +79,7 @@ def _made(run: RecordedRun) -> str:
     if not run.steps:
         return "no step was recorded"
     last = run.steps[-1].number
-    return f"{last:,} steps" if of_all is None else f"{last:,} of {of_all:,.0f} steps"
+    return f"{last:,}{_number(of_all, ' of {:,.0f}')} steps"
 
 
 def _state(run: RecordedRun) -> Iterator[str]:
@@ -111,7 +111,7 @@ def _state(run: RecordedRun) -> Iterator[str]:
 
 
 def _loss(run: RecordedRun) -> Iterator[str]:
-    points = _points(run, "loss")
+    points = _points(run.steps, "loss")
     if not points:
         return
     line = ChartLine(
@@ -147,7 +147,7 @@ def _memory(run: RecordedRun) -> Iterator[str]:
     names = dict.fromkeys(name for step in run.steps for name in step.entries("peaks"))
     rows = []
     for name in names:
-        points = _points(run, "peaks", name, "bytes")
+        points = _points(run.steps, "peaks", name, "bytes")
         limits = _values(run.steps, "peaks", name, "limit")
         if not points or not limits:
             continue
@@ -157,7 +157,7 @@ def _memory(run: RecordedRun) -> Iterator[str]:
         if most:
             title = f"{label}: at most {format_bytes(round(most))} of {format_bytes(round(limit))}"
             lines = [ChartLine(text="held at most so far", points=thinned(points, max))]
-            held = _points(run, "held", name)
+            held = _points(run.steps, "held", name)
             if held:
                 lines.append(ChartLine(text="held after the step", points=thinned(held, max)))
             yield line_chart(title, lines, written=_bytes, limit=limit, from_zero=True)
@@ -283,7 +283,7 @@ def _bandwidth(run: RecordedRun) -> Iterator[str]:
     rows = []
     for lane in Lane:
         moved = [
-            sum(nbytes for name in carried if (nbytes := figure(carried, name)) is not None)
+            sum(figure(carried, name) or 0 for name in carried)
             for step in warm
             for carried in [step.entries("links", lane.value, "bytes")]
             if carried
@@ -297,9 +297,9 @@ def _bandwidth(run: RecordedRun) -> Iterator[str]:
             (
                 lane.label,
                 format_bytes(round(statistics.median(moved))),
-                "" if achieved is None else format_rate(achieved),
-                "" if calibrated is None else format_rate(calibrated),
-                "" if achieved is None or not calibrated else f"{achieved / calibrated:.0%}",
+                _shown(achieved, format_rate),
+                _shown(calibrated, format_rate),
+                _quotient(achieved, calibrated, "{:.0%}"),
                 ", ".join(sorted(over)),
             )
         )
@@ -334,12 +334,7 @@ def _predicted(run: RecordedRun) -> Iterator[str]:
     for phase in _PHASES:
         rows.append((phase, figure(named, phase), _median(_values(warm, "phases", phase))))
     told = [
-        (
-            name,
-            "unknown" if planned is None else _seconds(planned * 1e9),
-            "unknown" if measured is None else _seconds(measured * 1e9),
-            "" if planned is None or not measured else f"{planned / measured:.2f}",
-        )
+        (name, _in_seconds(planned), _in_seconds(measured), _quotient(planned, measured, "{:.2f}"))
         for name, planned, measured in rows
     ]
     yield table(
@@ -431,16 +426,14 @@ def _warm(run: RecordedRun) -> Sequence[RunStep]:
     return run.steps[_WARM:] or run.steps
 
 
-def _points(run: RecordedRun, *names: str) -> list[tuple[float, float]]:
+def _points(steps: Sequence[RunStep], *names: str) -> list[tuple[float, float]]:
     return [
-        (float(step.number), value)
-        for step in run.steps
-        if (value := step.figure(*names)) is not None
+        (float(step.number), value) for step in steps if (value := step.figure(*names)) is not None
     ]
 
 
 def _values(steps: Sequence[RunStep], *names: str) -> list[float]:
-    return [value for step in steps if (value := step.figure(*names)) is not None]
+    return [value for _, value in _points(steps, *names)]
 
 
 def _median(values: Sequence[float]) -> float | None:
@@ -484,8 +477,20 @@ def _list(given: object) -> list[object]:
 # --- words ----------------------------------------------------------------------------------------
 
 
+def _shown(value: float | None, write: Callable[[float], str], otherwise: str = "") -> str:
+    return otherwise if value is None else write(value)
+
+
 def _number(value: float | None, form: str) -> str:
-    return "" if value is None else form.format(value)
+    return _shown(value, form.format)
+
+
+def _in_seconds(value: float | None) -> str:
+    return _shown(value, lambda seconds: _seconds(seconds * 1e9), "unknown")
+
+
+def _quotient(part: float | None, whole: float | None, form: str) -> str:
+    return "" if part is None or not whole else form.format(part / whole)
 
 
 def _bytes(value: float) -> str:
@@ -508,7 +513,7 @@ def _ms(ns: int) -> str:
 def _when(fields: Mapping[str, object]) -> str:
     at = figure(fields, "at")
     try:
-        return "" if at is None else time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(at))
+        return _shown(at, lambda at: time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(at)))
     except (ValueError, OverflowError, OSError):
         return ""
 

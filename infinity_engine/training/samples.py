@@ -310,12 +310,15 @@ def _tokenize(
         of_prompts = iter(tokenizer.tokens_of([str(document.prompt) for document in prompts]))
         of_texts = tokenizer.tokens_of([document.text for document in together])
         for document, text in zip(together, of_texts, strict=True):
-            prompt = [] if document.prompt is None else list(next(of_prompts))
             begin = [tokenizer.begin] if document.begins and tokenizer.begin is not None else []
             end = [tokenizer.end] if document.ends and tokenizer.end is not None else []
+            prompt: Sequence[int] = ()
+            read_only = 0
+            if document.prompt is not None:
+                prompt = next(of_prompts)
+                read_only = len(begin) + len(prompt)
             whole = array("I", [*begin, *prompt, *text, *end])
             tokens.write(whole.tobytes())
-            read_only = len(begin) + len(prompt) if document.prompt is not None else 0
             trained.write(bytes(read_only) + b"\1" * (len(whole) - read_only))
             written.note(document, whole)
     return written

@@ -213,17 +213,16 @@ class Replanner:
 
     # --- plans ------------------------------------------------------------------------------------
 
-    def _best(self, rates: Rates) -> tuple[Plan | None, int]:
+    def _best(self, rates: Rates) -> tuple[Plan | None, float]:
         """Return the fastest plan that can be adopted, and its time: from coarse to fine."""
-        tried: dict[float, tuple[Plan | None, int]] = {}
+        tried: dict[float, tuple[Plan | None, float]] = {}
 
         def ns_with(share: float) -> float:
             if share not in tried:
                 plan = self._plan_with(share, rates)
-                tried[share] = plan, 0 if plan is None else self._ns(plan, rates)
-            plan, ns = tried[share]
-            # A share that cannot be adopted loses against every other.
-            return float("inf") if plan is None else ns
+                # A share that cannot be adopted loses against every other.
+                tried[share] = plan, float("inf") if plan is None else self._ns(plan, rates)
+            return tried[share][1]
 
         best = min((part / _PARTS for part in range(_PARTS + 1)), key=ns_with)
         step = 1 / _PARTS

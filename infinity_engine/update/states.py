@@ -7,7 +7,7 @@ follows it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -97,8 +97,7 @@ class _SubgroupStates:
 
     def move(self, home: Home, copies: Lease | None) -> None:
         """Be updated elsewhere from the next step on."""
-        if self.copies is not None:
-            self.copies.close()
+        _close([self.copies])
         self.home, self.copies = home, copies
 
 
@@ -127,7 +126,7 @@ class StateKeeper:
         self._trained = trained
         self._state_names = tuple(state_names)
         self._lanes = lanes
-        self.step: StepUnderWay | None = None  # None between two steps
+        self._under_way: StepUnderWay | None = None  # None between two steps
         self._receiver: Receiver | None = None
         self._captured: CapturedBytes = CapturedStates.nothing()
         # Updated on the device, and in flight back to the host.
@@ -167,9 +166,7 @@ class StateKeeper:
                     held.subgroup, homes[held.subgroup.index]
                 )
         except CapacityError:
-            for lease in copies.values():
-                if lease is not None:
-                    lease.close()
+            _close(copies.values())
             raise
         # Nothing can fail from here on.
         for held in moved:
@@ -523,10 +520,7 @@ class StateKeeper:
     def close(self) -> None:
         """Return all memory."""
         for held in self._held.values():
-            if held.lease is not None:
-                held.lease.close()
-            if held.copies is not None:
-                held.copies.close()
+            _close([held.lease, held.copies])
         self._held.clear()
         self._close_staging()
         self._swapped.close()
@@ -539,7 +533,7 @@ class StateKeeper:
 
     def begin_step(self, step: StepUnderWay) -> dict[int, Place]:
         """Begin a step; return where the values are that its backward has updated, by parameter."""
-        self.step = step
+        self._under_way = step
         return self._swapped.adopt(step.made_early) if step.made_early else {}
 
     def lease_for_step(self) -> None:
@@ -549,7 +543,7 @@ class StateKeeper:
                 # Only those that are missing: a refusal may have come between two leases.
                 for nbytes in self._plan.staging_bytes[len(self._staging) :]:
                     self._staging.append(self._lanes.device.lease(nbytes, holder="staging sets"))
-        self._swapped.begin_step(len(self._plan.buffer_bytes), self._step.updated)
+        self._swapped.begin_step(len(self._plan.buffer_bytes), self.step.updated)
 
     def note_arrivals(self) -> None:
         """Count subgroups that are back from the device as updated, but for failed copies."""
@@ -562,11 +556,11 @@ class StateKeeper:
 
     def end_step(self) -> None:
         """End a step in which every subgroup was updated."""
-        for index, steps in self._step.updated.items():
+        for index, steps in self.step.updated.items():
             self._held[index].steps[:] = steps
         self._close_staging()
         self._swapped.end_step()
-        self.step = None
+        self._under_way = None
 
     # --- before a step ----------------------------------------------------------------------------
 
@@ -583,7 +577,13 @@ class StateKeeper:
     @property
     def begun(self) -> bool:
         """Whether a step has begun and not ended: some values may be new and the rest old."""
-        return self.step is not None
+        return self._under_way is not None
+
+    @property
+    def step(self) -> StepUnderWay:
+        """The step that was begun."""
+        assert self._under_way is not None, "a step has begun"
+        return self._under_way
 
     def carry_out(self, op: Op, after: Sequence[Event]) -> Event | Hops | HostUpdate | None:
         """Submit an op. Without a thread for it, an update on the host is done on return."""
@@ -595,7 +595,7 @@ class StateKeeper:
             return self._swapped.store(op)
         # After an interrupted step, only what it has left undone is done. What was updated waits in
         # its buffer until it is stored.
-        updated = op.subgroup in self._step.updated
+        updated = op.subgroup in self.step.updated
         if isinstance(op, LoadStates):
             return None if updated else self._load(op, held)
         if self._was_done(held) or (updated and isinstance(op, UpdateOnHost)):
@@ -615,7 +615,7 @@ class StateKeeper:
         if thread is None:
             self._update(op, held, state, targets)
             return None
-        update = self._records(held, state, targets, self._step.inputs)
+        update = self._records(held, state, targets, self.step.inputs)
 
         def note(times: Times) -> None:
             self._lanes.meter.count_host_update(op, *times)
@@ -632,21 +632,15 @@ class StateKeeper:
         index = held.subgroup.index
         if self._swapped.has(index) and self._buffered(held) is None:
             return True
-        return held.home is Home.VISITING and index in self._step.updated
+        return held.home is Home.VISITING and index in self.step.updated
 
     def _load(self, op: LoadStates, held: _SubgroupStates) -> Hops | None:
-        gradients, segments = self._step.inputs.gradients, held.subgroup.segments
+        gradients, segments = self.step.inputs.gradients, held.subgroup.segments
         # Segments without a gradient are neither updated nor stored.
         wanted = [
             number for number, segment in enumerate(segments) if gradients.has(segment.parameter)
         ]
         return self._swapped.load(op, wanted, gradients)
-
-    @property
-    def _step(self) -> StepUnderWay:
-        """The step that was begun."""
-        assert self.step is not None, "a step has begun"
-        return self.step
 
     def _move(self, op: Op, held: _SubgroupStates, after: Sequence[Event]) -> Event:
         if isinstance(op, UploadStates):
@@ -670,7 +664,7 @@ class StateKeeper:
     def _update_on_device(
         self, op: UpdateOnDevice, held: _SubgroupStates, after: Sequence[Event]
     ) -> Event:
-        inputs = self._step.inputs
+        inputs = self.step.inputs
         visits = op.staging is not None and not self._unified
         state = self._state_in(self._on_device(op.staging, held), held)
         if visits:
@@ -701,7 +695,7 @@ class StateKeeper:
 
         With `arrives`, it counts as updated only when it is back on the host.
         """
-        step = self._step
+        step = self.step
         if held.subgroup.index in step.updated:
             return
         self._apply(op, held, state, targets, step.inputs)
@@ -756,17 +750,17 @@ class StateKeeper:
         if isinstance(op, UpdateOnDevice):
             return partial(self._lanes.device_kernels.update, update)
         kernels, index = self._lanes.kernels, held.subgroup.index
-        if self._buffered(held) is None:
+        buffered = self._buffered(held)
+        if buffered is None:
             return partial(kernels.update, update)
         # What is changed in place elsewhere could not be taken back.
-        if not self._changes_its_buffer_alone(held):
+        if not self._changes_its_buffer_alone(held, buffered):
             self._swapped.compare(index)
         return partial(self._swapped.update, index, partial(kernels.update_and_sum, update))
 
-    def _changes_its_buffer_alone(self, held: _SubgroupStates) -> bool:
+    def _changes_its_buffer_alone(self, held: _SubgroupStates, buffered: BufferedSubgroup) -> bool:
         """Tell whether an update of a buffered subgroup changes nothing that modules see."""
-        buffered, formats = self._buffered(held), held.subgroup.formats
-        assert buffered is not None, "it is in a buffer"
+        formats = held.subgroup.formats
         if held.lease is not None:
             return False
         is_apart = not formats.has_copies and not self._in_place(held)
@@ -777,13 +771,14 @@ class StateKeeper:
     def _gradients_of(self, held: _SubgroupStates, inputs: StepInputs) -> list[Values | None]:
         """Return the gradients of all segments in the memory where their update runs."""
         kept, buffered = inputs.gradients, self._buffered(held)
-        places = {} if buffered is None else buffered.layout.gradients
+        pieces = list(zip(held.subgroup.segments, held.pieces, strict=True))
+        if buffered is None:
+            return [kept.values(segment.parameter, piece) for segment, piece in pieces]
+        places = buffered.layout.gradients
         found: list[Values | None] = []
-        for number, (segment, piece) in enumerate(
-            zip(held.subgroup.segments, held.pieces, strict=True)
-        ):
+        for number, (segment, piece) in enumerate(pieces):
             formats = kept.formats(segment.parameter, piece) if number in places else ()
-            if buffered is not None and formats:
+            if formats:
                 found.append(self._summed(buffered, number, segment, formats))
             else:
                 found.append(kept.values(segment.parameter, piece))
@@ -812,7 +807,7 @@ class StateKeeper:
         return total
 
     def _note_update(self, held: _SubgroupStates, steps: list[int]) -> None:
-        step = self._step
+        step = self.step
         step.updated[held.subgroup.index] = list(steps)
         # The update has read them, and their memory may serve others.
         for segment, piece in zip(held.subgroup.segments, held.pieces, strict=True):
@@ -912,9 +907,8 @@ class StateKeeper:
             self._copy(op, Cargo.PARAMETERS, values, piece, after)
         return self._behind(self._lanes.upload, after)
 
-    def _behind(self, stream: Stream | None, after: Sequence[Event]) -> Event:
+    def _behind(self, stream: Stream, after: Sequence[Event]) -> Event:
         """Return an event after all copies of `stream`, perhaps none, and after `after`."""
-        assert stream is not None, "copies are between two memories"
         for event in after:
             self._lanes.accelerator.wait_for(stream, event)
         return self._lanes.accelerator.record(stream)
@@ -923,7 +917,7 @@ class StateKeeper:
         self, held: _SubgroupStates, source: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield, for each updated segment, the bytes where modules have it and in `source`."""
-        gradients = self._step.inputs.gradients
+        gradients = self.step.inputs.gradients
         width = held.subgroup.formats.width
         for number, segment in enumerate(held.subgroup.segments):
             # Others have no new values, and a module may be using their memory.
@@ -932,6 +926,12 @@ class StateKeeper:
                     self._target_bytes(held, number),
                     source[width * segment.offset :][: width * segment.numel],
                 )
+
+
+def _close(leases: Iterable[Lease | None]) -> None:
+    for lease in leases:
+        if lease is not None:
+            lease.close()
 
 
 def _part(values: torch.Tensor, segment: Segment) -> torch.Tensor:

@@ -126,10 +126,10 @@ class Updates:
 
     def end_step(self) -> None:
         """Count the update as made. Drop the gradients, unless the rest of it still needs them."""
-        if self._walk is None:
-            self._gradients.clear()
-        else:
+        if self.under_way:
             self._count()
+        else:
+            self._gradients.clear()
 
     def tell(self) -> None:
         """Raise the failure of a deferred update, if no module has.
@@ -143,15 +143,15 @@ class Updates:
     def resume(self) -> None:
         """Resume a deferred update that failed; end or forget an interrupted step's walk."""
         self._drop_failed_walk()
-        step = self._states.step
-        if step is None:
+        if not self._states.begun:
             return
+        step = self._states.step
         if not step.is_counted and self._walk is not None:
             # `Engine.step` will repeat it, so the walk must not go on beside that.
             with self._failing_ends():
                 self._walk.finish()
             self._leave_walk()
-        elif step.is_counted and self._walk is None:
+        elif step.is_counted and not self.under_way:
             # A deferred update has failed: its step has ended, so nothing else repeats it.
             self._defer(self._begin_walk())
 
@@ -196,7 +196,7 @@ class Updates:
         """Ask whether the counters of the last step show that another plan is better."""
         if self._replanner.watches:
             self._replanner.note_step(counters())
-        if self._walk is None:
+        if not self.under_way:
             self._adopt_plan()
 
     def why_planned_again(self) -> str | None:
@@ -212,15 +212,13 @@ class Updates:
         return self._walk
 
     def _defer(self, walk: Walk) -> None:
-        step = self._states.step
-        assert step is not None, "what is deferred has begun"
-        update = DeferredUpdate(walk, self._deferral.parts, self.end, step.made_early)
+        made_early = self._states.step.made_early
+        update = DeferredUpdate(walk, self._deferral.parts, self.end, made_early)
         self._deferral.follower.follow_update(update)
 
     def _count(self) -> None:
         """Count a step with an update that nothing can stop: an interrupt does not repeat it."""
-        step = self._states.step
-        if step is not None and step.count():
+        if self._states.begun and self._states.step.count():
             self._made += 1
 
     @contextmanager

@@ -99,8 +99,8 @@ class PacedAccelerator(EmulatedAccelerator[PacedOperation]):
 
     def _drain(self) -> None:
         for lane in self._lanes.values():
-            if lane.newest is not None:
-                lane.newest.block()
+            for newest in lane.newest:
+                newest.block()
 
     def _shut_down(self) -> None:
         for _, jobs in self._workers.values():

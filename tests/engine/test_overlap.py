@@ -473,8 +473,8 @@ class Breaks:
 
 def in_a_step(made: Engine) -> bool:
     """Tell whether a call of step() has to be made again."""
-    step = made._parts.states.step
-    return step is not None and not step.is_counted
+    states = made._parts.states
+    return states.begun and not states.step.is_counted
 
 
 def finish(made: Engine, seed: int) -> list[str]:

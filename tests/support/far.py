@@ -273,7 +273,7 @@ class FarAccelerator(VirtualAccelerator):
 
     def _pends(self, event: Event) -> bool:
         assert isinstance(event, VirtualOperation)
-        return event.carried_at is None
+        return event.is_pending
 
     def _carry_out_now(self, event: Event) -> None:
         """Carry out what the event ends, without telling the host."""

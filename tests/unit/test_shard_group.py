@@ -24,7 +24,7 @@ from infinity_engine.partition import (
     ShardGroup,
     share_block_sums,
 )
-from infinity_engine.partition.failures import Failures, Process, Store
+from infinity_engine.partition.failures import Failures, NoStore, Process, Store
 from infinity_engine.partition.header import Header, digest, disagreement
 from infinity_engine.partition.rounds import NoWire, Round, Wire
 
@@ -34,7 +34,7 @@ BLOCK = 4096
 class Silence:
     """A way to the other ranks on which nothing arrives, and what was sent on it."""
 
-    store: Store | None = None
+    store: Store = NoStore()
 
     def start(self, wire: Wire, *, on_host: bool) -> Silence:
         return self
@@ -274,8 +274,8 @@ def test_an_account_without_a_store_says_so() -> None:
 
     assert not me.seen()
     assert "cannot be reached" in me.account()[0]
-    assert "cannot be reached" in Failures(None, "g", 0, 2, patience_s=60).account()[0]
-    assert Failures(None, "g", 0, 1, patience_s=60).account() == []
+    assert "cannot be reached" in Failures(NoStore(), "g", 0, 2, patience_s=60).account()[0]
+    assert Failures(NoStore(), "g", 0, 1, patience_s=60).account() == []
 
 
 def test_a_process_has_ended_only_where_that_is_certain() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -244,9 +244,7 @@ class _DeepSpeedReading:
         groups = optimizer["param_groups"]
         group = groups[number] if number < len(groups) else groups[-1]
         # Some optimizers count steps in the group, not in each state.
-        steps = step_count(state.get("step", group.get("step")))
-        if steps is not None:
-            self._found.steps.update(dict.fromkeys(shapes, steps))
+        self._count_steps(shapes, state.get("step", group.get("step")))
 
     # --- universal --------------------------------------------------------------------------------
 
@@ -294,9 +292,7 @@ class _DeepSpeedReading:
             # A file holds a dict around the tensor, or the tensor alone.
             value = content.get("param") if isinstance(content, dict) else content
             if stream == "step":
-                steps = step_count(value)
-                if steps is not None:
-                    self._found.steps[name] = steps
+                self._count_steps([name], value)
                 continue
             if not isinstance(value, SavedArray):
                 raise DamagedCheckpoint(
@@ -313,12 +309,16 @@ class _DeepSpeedReading:
         states = optimizer.get("state")
         state = _state_of(optimizer, 0) if states else {}
         groups = optimizer.get("param_groups") or [{}]
-        steps = step_count(state.get("step", groups[0].get("step")))
-        if steps is not None:
-            for name in self._found.shapes:
-                self._found.steps.setdefault(name, steps)
+        unknown = [name for name in self._found.shapes if name not in self._found.steps]
+        self._count_steps(unknown, state.get("step", groups[0].get("step")))
 
     # --- what all kinds share ---------------------------------------------------------------------
+
+    def _count_steps(self, names: Iterable[str], value: object) -> None:
+        """Note the steps of these parameters, if the value counts any."""
+        steps = step_count(value)
+        if steps is not None:
+            self._found.steps.update(dict.fromkeys(names, steps))
 
     def _checkpoint(
         self,

@@ -182,12 +182,13 @@ class _Load:
         unlike_objects: list[_Difference] = []
         for name, tensor in mine.items():
             found = saved.get(name)
-            flaw = None if found is None else self._flaw(tensor, found)
-            if found is None and tensor.kind is Kind.TRANSIENT:
-                continue  # other libraries do not save what a state dict leaves out
             if found is None:
-                missing.append(name)
-            elif flaw is not None:
+                # Other libraries do not save what a state dict leaves out.
+                if tensor.kind is not Kind.TRANSIENT:
+                    missing.append(name)
+                continue
+            flaw = self._flaw(tensor, found)
+            if flaw is not None:
                 mismatched.append(flaw)
             elif found.left_out is not None:
                 self.left_out[name] = found
@@ -335,11 +336,12 @@ class _Load:
         # One says enough: groups of another optimizer differ in all of these.
         yield from differences[:1]
         followed = self._objects.get("schedulers")  # imported and older checkpoints have none
-        if followed is not None and len(followed) != len(self._run.schedulers):
-            number = "the number of schedulers that the engine steps"
-            yield _Difference(number, len(self._run.schedulers), len(followed))
-        elif followed is not None:
-            self._restores.append("schedulers")
+        if followed is not None:
+            if len(followed) == len(self._run.schedulers):
+                self._restores.append("schedulers")
+            else:
+                number = "the number of schedulers that the engine steps"
+                yield _Difference(number, len(self._run.schedulers), len(followed))
         there = self._objects["extra"]
         for name in sorted(set(extra) ^ set(there)):
             expected, found = ("a state", "none") if name in extra else ("none", "a state")

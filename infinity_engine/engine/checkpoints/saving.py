@@ -364,8 +364,7 @@ class Saves:
             save.join()
             # Only now does rank 0 know whether the checkpoint is committed.
             told = self._ranks.tell("committing the checkpoint", save.error and str(save.error))
-            if error is None:
-                error = save.error
+            error = error or save.error
             if error is None:
                 self._ranks.check("committing the checkpoint", told)
         except Exception as failure:
