@@ -26,7 +26,7 @@ from deepnvme.cli.report import Output
 from infinity_engine.errors import InfinityError
 from infinity_engine.machine.packages import is_torch_new_enough, probe_packages
 from infinity_engine.plan import Calibration, Figure, Unit
-from infinity_engine.units import format_bytes
+from infinity_engine.units import format_bytes, format_known
 
 __all__ = ["HELP", "NAME", "add_arguments", "run"]
 
@@ -222,7 +222,7 @@ def _show(measured: Calibration, kept_in: Path | None) -> None:
             "fast."
         )
     )
-    console.print(Text("Not kept." if kept_in is None else f"Kept in {kept_in}."))
+    console.print(Text(format_known(kept_in, "Kept in {}.", "Not kept.")))
 
 
 def _tables(measured: Calibration) -> Iterator[_Rows]:
