@@ -194,9 +194,7 @@ _SHOWN = MappingProxyType({Unit.PART: (0.01, "%"), Unit.SECONDS: (1e-6, "")})
 
 
 class _Rows(NamedTuple):
-    """One table: title with unit, columns, and each row's figures: none of the last, where none is
-    due.
-    """
+    """One table: title with unit, columns, and the figures of each row: of the first columns."""
 
     title: str
     columns: Sequence[str]

@@ -239,9 +239,8 @@ class InfinityStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         Raises:
             ConfigError: the checkpoint has no states.
         """
-        engine = self._fitting()
         if self._checkpoint is not None:
-            engine.load(self._checkpoint)
+            self._fitting().load(self._checkpoint)
             return
         states = checkpoint["optimizer_states"]
         if len(states) != 1:
@@ -252,7 +251,7 @@ class InfinityStrategy(SingleDeviceStrategy):  # type: ignore[misc]
                 "closed, and Trainer.save_checkpoint saves no states: let ModelCheckpoint save "
                 "while fitting. To begin with the weights alone, load them into the module",
             )
-        engine.load_optimizer_state_dict(states[0])
+        self._fitting().load_optimizer_state_dict(states[0])
 
 
 def _rename(made: Path, path: Path) -> None:

@@ -560,9 +560,7 @@ def _beside(alone: float | None, parts: Iterable[float]) -> float | None:
 
 
 def _left(part: Figure) -> float:
-    """Return the part of its rate that is left; all of it where that was not measured. More than
-    all is noise.
-    """
+    """Return the part of a rate that is left: at most all, and all where it was not measured."""
     return min(part.median or 1.0, 1.0)
 
 

@@ -340,7 +340,7 @@ def _most_tokens(model: Path) -> int:
 
 def _engine(options: argparse.Namespace) -> dict[str, Any]:
     """Return the settings of the engine: those of the file, and the options in their place."""
-    typed = given_in(options, "config", "device", "host", "tbw")
+    typed = given_in(options, "config", "tbw")
     try:
         given: dict[str, Any] = dict(read_json(options.config)) if "config" in typed else {}
     except ConfigError as error:
@@ -352,9 +352,8 @@ def _engine(options: argparse.Namespace) -> dict[str, Any]:
         )
         raise ConfigError(field="--config", value=str(options.config), expected=expected)
     budget = dict(given.get("budget") or {})
-    for name in ("device", "host"):
-        if name in typed:
-            budget[name] = size_of(typed[name], f"--{name}")
+    for name, size in given_in(options, "device", "host").items():
+        budget[name] = size_of(size, f"--{name}")
     for entry in options.nvme:
         directory, _, size = entry.partition("=")
         drives = budget.setdefault("nvme", {})
