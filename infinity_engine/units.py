@@ -29,6 +29,7 @@ __all__ = [
     "align_up",
     "format_bytes",
     "format_decimal_bytes",
+    "format_known",
     "format_rate",
     "parse_bytes",
     "parse_rate",
@@ -117,6 +118,11 @@ def parse_rate(rate: object, *, field: str = "rate") -> float:
 def format_rate(bytes_per_s: float) -> str:
     """Return a rate as short text in decimal units, rounded to three decimals: "3.2 GB/s"."""
     return f"{_format(Fraction(bytes_per_s), _DECIMAL)}/s"
+
+
+def format_known(value: object, words: str, unknown: str = "") -> str:
+    """Return `words` with the value in place of their braces; `unknown` where there is none."""
+    return unknown if value is None else words.format(value)
 
 
 def positive(value: object, *, field: str, expected: str = "a positive number") -> float:

@@ -114,14 +114,12 @@ def calibrated(
     with ExitStack() as resources:
         if queue is None and names:
             queue = resources.enter_context(IOQueue())
-        drives = {} if queue is None else {name: _drive(name, queue) for name in names}
+        drives = {name: _drive(name, queue) for name in names}
         # Until everything is measured: two processes at once would measure each other.
         resources.enter_context(cache.alone(waiting))
-        uses = kept is KeptFigures.USED
+        known = cache if kept is KeptFigures.USED else CalibrationCache(None)
         # Looked up under the lock: the process that was waited for may have measured it.
-        found = {
-            name: cache.drive(identity, drive) if uses else None for name, drive in drives.items()
-        }
+        found = {name: known.drive(identity, drive) for name, drive in drives.items()}
         missing = {  # looked at before anything takes its time
             name: usable_directory(Path(name), effort.file_bytes)
             for name, drive in found.items()
@@ -131,7 +129,7 @@ def calibrated(
         # From here on, so that waiting for another process does not count. One for all parts: in a
         # drive's alone, what the kernel does for its I/O, such as encryption, would be too much.
         others = OthersWork()
-        machine = cache.machine(identity) if uses else None
+        machine = known.machine(identity)
         if machine is None:
             machine = bench.machine(identity, accelerator)
             machine = replace(machine, others_share=others.share())

@@ -16,6 +16,7 @@ from infinity_engine.machine.cpu import probe_cpu
 from infinity_engine.machine.gpus import probe_gpus
 from infinity_engine.machine.packages import probe_packages
 from infinity_engine.plan import CALIBRATION_VERSION
+from infinity_engine.units import format_known
 
 __all__ = ["default_device", "drive_identity", "gpu_device", "machine_identity", "usable_cores"]
 
@@ -30,7 +31,7 @@ def machine_identity(device: str) -> dict[str, str]:
         "infinity_engine": metadata.version("infinity-engine"),
         "cpu": cpu.model,
         "cores": f"{cpu.usable_cores} of {cpu.logical_cores}",
-        "quota": "none" if cpu.quota_cores is None else f"{cpu.quota_cores:g} cores",
+        "quota": format_known(cpu.quota_cores, "{:g} cores", "none"),
         "simd": cpu.simd.level or "none",
         "kernel": platform.release(),
         "torch": packages.torch or "none",
@@ -61,7 +62,7 @@ def gpu_device() -> str:
     """Return what the GPUs of this machine are called, with their driver."""
     gpus = probe_gpus()
     # Which GPUs are visible decides which one is measured.
-    visible = "" if gpus.visible_devices is None else f", of which {gpus.visible_devices}"
+    visible = format_known(gpus.visible_devices, ", of which {}")
     return f"cuda: {', '.join(gpu.name for gpu in gpus.devices)}{visible}; driver {gpus.driver}"
 
 

@@ -26,7 +26,7 @@ from deepnvme.cli.report import Output
 from infinity_engine.errors import InfinityError
 from infinity_engine.machine.packages import is_torch_new_enough, probe_packages
 from infinity_engine.plan import Calibration, Figure, Unit
-from infinity_engine.units import format_bytes
+from infinity_engine.units import format_bytes, format_known
 
 __all__ = ["HELP", "NAME", "add_arguments", "run"]
 
@@ -107,8 +107,7 @@ def _measured(options: argparse.Namespace) -> tuple[Calibration, Path | None]:
     )
 
     effort = QUICK if options.quick else FULL
-    if options.seconds is not None:
-        effort = replace(effort, seconds=options.seconds)
+    effort = replace(effort, seconds=options.seconds or effort.seconds)
     # Rough figures are kept nowhere: every later plan would use them.
     cache = CalibrationCache(None) if options.quick else CalibrationCache.of_user()
 
@@ -195,11 +194,11 @@ _SHOWN = MappingProxyType({Unit.PART: (0.01, "%"), Unit.SECONDS: (1e-6, "")})
 
 
 class _Rows(NamedTuple):
-    """One table: title with unit, columns, and each row's figures, None where none is due."""
+    """One table: title with unit, columns, and the figures of each row: of the first columns."""
 
     title: str
     columns: Sequence[str]
-    rows: Mapping[str, Sequence[Figure | None]]
+    rows: Mapping[str, Sequence[Figure]]
 
 
 def _show(measured: Calibration, kept_in: Path | None) -> None:
@@ -212,7 +211,7 @@ def _show(measured: Calibration, kept_in: Path | None) -> None:
         console.print(Text(rows.title, style="bold"))
         reasons = _print_rows(console, rows)
         for reason, names in reasons.items():
-            console.print(Text(f"not measured{': ' if names is None else f' {names}: '}{reason}"))
+            console.print(Text(f"not measured{names}: {reason}"))
     console.print()
     memory = format_bytes(measured.memory_bytes)
     console.print(
@@ -221,7 +220,7 @@ def _show(measured: Calibration, kept_in: Path | None) -> None:
             "fast."
         )
     )
-    console.print(Text("Not kept." if kept_in is None else f"Kept in {kept_in}."))
+    console.print(Text(format_known(kept_in, "Kept in {}.", "Not kept.")))
 
 
 def _tables(measured: Calibration) -> Iterator[_Rows]:
@@ -239,8 +238,8 @@ def _tables(measured: Calibration) -> Iterator[_Rows]:
             f"Drive of {name}, GB/s",
             ("alone", "left beside updates", "left beside modules", "left to modules beside it"),
             {
-                "reads": (drive.read, None, None, None),
-                "writes": (drive.write, None, None, None),
+                "reads": (drive.read,),
+                "writes": (drive.write,),
                 "both at once": (
                     drive.mixed,
                     drive.mixed_beside_updates,
@@ -313,20 +312,16 @@ def _tables(measured: Calibration) -> Iterator[_Rows]:
     )
 
 
-def _print_rows(console: Console, rows: _Rows) -> dict[str, str | None]:
-    """Print the columns with figures; return reasons for the others, None in place of all names."""
+def _print_rows(console: Console, rows: _Rows) -> dict[str, str]:
+    """Print the columns with figures; return reasons for the others, with names but for all."""
     missing: dict[str, list[str]] = {}
     shown = []
     for number, name in enumerate(rows.columns):
-        column = [
-            figure for figures in rows.rows.values() if (figure := figures[number]) is not None
-        ]
-        if any(figure.reason is None for figure in column):
+        column = [figures[number] for figures in rows.rows.values() if number < len(figures)]
+        if not all(figure.reason for figure in column):
             shown.append(number)
         # Each reason once, in the order of the rows.
-        for reason in dict.fromkeys(
-            figure.reason for figure in column if figure.reason is not None
-        ):
+        for reason in dict.fromkeys(figure.reason for figure in column if figure.reason):
             missing.setdefault(reason, []).append(name)
     if shown:
         table = Table(box=None, padding=(0, 0, 0, 2), pad_edge=False)
@@ -334,23 +329,22 @@ def _print_rows(console: Console, rows: _Rows) -> dict[str, str | None]:
         for number in shown:
             table.add_column(rows.columns[number], justify="right")
         for label, figures in rows.rows.items():
-            table.add_row(label, *(_cell(figures[number]) for number in shown))
+            due = [figures[number] for number in shown if number < len(figures)]
+            table.add_row(label, *map(_cell, due))
         console.print(table)
-    return {reason: ", ".join(names) if shown else None for reason, names in missing.items()}
+    return {reason: f" {', '.join(names)}" if shown else "" for reason, names in missing.items()}
 
 
 def _threads(count: int) -> str:
     return f"{count} thread{'' if count == 1 else 's'}"
 
 
-def _cell(figure: Figure | None) -> str:
+def _cell(figure: Figure) -> str:
     """Return rates in billions, parts in percent, seconds in millionths."""
-    if figure is None:
-        return ""
-    if figure.median is None or figure.least is None or figure.most is None:
-        return "-"
     one, sign = _SHOWN.get(figure.unit, (1e9, ""))
-    median, least, most = (
-        f"{value / one:.3g}" for value in (figure.median, figure.least, figure.most)
-    )
+    known = (value for value in (figure.median, figure.least, figure.most) if value is not None)
+    shown = [f"{value / one:.3g}" for value in known]
+    if not shown:
+        return "-"
+    median, least, most = shown
     return f"{median}{sign} ({least} to {most})"

@@ -15,9 +15,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
 
-from infinity_engine.cli.plan_answer import seconds_in_words, show
+from infinity_engine.cli.plan_answer import computes, seconds_in_words, show, written_per_day
 from infinity_engine.cli.plan_machine import add_arguments as add_machine
 from infinity_engine.cli.plan_machine import machine_of
 from infinity_engine.cli.plan_question import (
@@ -30,9 +29,6 @@ from infinity_engine.cli.plan_question import (
 )
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.units import TB
-
-if TYPE_CHECKING:
-    from infinity_engine.sim.report import PlanReport
 
 __all__ = ["HELP", "NAME", "SCHEMA", "ComparedMachine", "add_arguments", "run"]
 
@@ -112,23 +108,19 @@ def _compared(options: argparse.Namespace, machine: str) -> ComparedMachine:
         notes = (*found.notes, *model.notes, *notes_of_ranks(found.means))
         return ComparedMachine(machine=machine, fits=False, notes=notes)
     report = report_of(decision)
-    computes = report.tokens_per_s is not None
+    is_known = computes(report)
     return ComparedMachine(
         machine=machine,
         fits=True,
         step_s=report.step_s,
         step_range_s=step_range(decision.best, training, found.means, found.source)
-        if computes
+        if is_known
         else None,
         tokens_per_s=report.tokens_per_s,
-        written_bytes_per_day=_written(report) if computes else None,
+        written_bytes_per_day=written_per_day(report) if is_known else None,
         bound_by=report.bound_by,
         notes=(*found.notes, *report.notes),
     )
-
-
-def _written(report: PlanReport) -> float:
-    return 0.0 if report.wear is None else report.wear.written_per_day
 
 
 def _arguments(machine: str) -> Iterator[str]:
@@ -147,8 +139,8 @@ def _arguments(machine: str) -> Iterator[str]:
     kinds: set[str] = set()
     for part in parts:
         if _SIZE.fullmatch(part):
-            option = next(sizes, None)
-            if option is None:
+            option = next(sizes, "")
+            if not option:
                 raise _wrong(machine)
             yield from (option, part.replace(" ", ""))
             continue

@@ -17,7 +17,7 @@ from deepnvme.cli.report import Rows, drive_rows, installed_version, show, syste
 from deepnvme.machine.diagnosis import Chosen, can_work
 from infinity_engine.machine.diagnose import diagnose, diagnose_system
 from infinity_engine.machine.system import System, probe_system
-from infinity_engine.units import format_bytes
+from infinity_engine.units import format_bytes, format_known
 
 if TYPE_CHECKING:
     from infinity_engine.machine.cpu import Cpu
@@ -102,12 +102,9 @@ def _system_rows(system: System) -> Rows:
 
 def _cpu_rows(cpu: Cpu) -> Rows:
     yield "model", cpu.model
-    physical = "" if cpu.physical_cores is None else f" ({cpu.physical_cores} physical)"
+    physical = format_known(cpu.physical_cores, " ({} physical)")
     yield "cores", f"{cpu.usable_cores} usable of {cpu.logical_cores}{physical}"
-    yield (
-        "cgroup quota",
-        "none" if cpu.quota_cores is None else f"the time of {cpu.quota_cores:g} cores",
-    )
+    yield "cgroup quota", format_known(cpu.quota_cores, "the time of {:g} cores", "none")
     yield "NUMA nodes", str(cpu.numa_nodes)
     yield (
         "SIMD",
@@ -138,7 +135,7 @@ def _gpus_rows(gpus: Gpus) -> Rows:
         yield "found", f"none: {gpus.reason}"
         return
     yield "driver", f"{gpus.driver}{f', for CUDA up to {gpus.cuda}' if gpus.cuda else ''}"
-    told = "" if gpus.visible_devices is None else f" (CUDA_VISIBLE_DEVICES={gpus.visible_devices})"
+    told = format_known(gpus.visible_devices, " (CUDA_VISIBLE_DEVICES={})")
     yield "visible", f"{gpus.visible_count} of {len(gpus.devices)}{told}"
 
 
@@ -149,7 +146,7 @@ def _gpu_rows(gpu: Gpu) -> Rows:
     if gpu.link is not None:
         now, most = gpu.link, f"generation {gpu.link.max_generation} x{gpu.link.max_width}"
         yield "PCIe link", f"{most}; at present generation {now.generation} x{now.width}"
-    node = "" if gpu.numa_node is None else f", NUMA node {gpu.numa_node}"
+    node = format_known(gpu.numa_node, ", NUMA node {}")
     yield "bus", f"{gpu.bus_id or 'not reported'}{node}"
 
 

@@ -23,11 +23,12 @@ if TYPE_CHECKING:
     from infinity_engine.placement.training import Training
     from infinity_engine.plan import Capacity
     from infinity_engine.sim.remedies import Refusal, Remedy
-    from infinity_engine.sim.report import PlanReport
+    from infinity_engine.sim.report import PlanReport, WearForecast
 
 __all__ = [
     "Section",
     "answer",
+    "computes",
     "range_in_words",
     "refused",
     "seconds_in_words",
@@ -36,6 +37,7 @@ __all__ = [
     "step_in_words",
     "what_follows",
     "with_options",
+    "written_per_day",
 ]
 
 Section = tuple[str, Iterable[tuple[str, str]]]
@@ -110,10 +112,9 @@ def what_follows(
     if ways is not None:
         yield "Activations", _activations(ways, report)
     if report.wear is not None:
-        yield "Wear", _wear(report)
+        yield "Wear", _wear(report.wear)
     if advice.run is not None:
-        rated = None if report.wear is None else report.wear.rated_bytes
-        yield "The run", _run(advice.run, rated_bytes=rated)
+        yield "The run", _run(advice.run, report.wear)
     yield "Next purchase", _purchases(report, advice)
 
 
@@ -190,7 +191,7 @@ def _phases(report: PlanReport) -> Rows:
 
 def _again(report: PlanReport) -> Rows:
     """Yield what the phases do not show: the micro-batches after the first."""
-    if report.micro_batches > 1 and report.tokens_per_s is not None:
+    if report.micro_batches > 1 and computes(report):
         seconds = seconds_in_words(report.repeated_s)
         yield (
             f"{report.micro_batches - 1} micro-batches more",
@@ -214,11 +215,8 @@ def _summary(report: PlanReport, training: Training, *, without_rate: str) -> Ro
         f"{training.sequence} tokens",
     )
     yield "activations", "; ".join(_kept(report, training))
-    # Without a rate of computing only the update's time is known.
-    if report.tokens_per_s is None:
-        yield "throughput", f"unknown: {without_rate}"
-    else:
-        yield "throughput", f"{report.tokens_per_s:,.1f} tokens/s"
+    throughput = f"{report.tokens_per_s:,.1f} tokens/s" if computes(report) else ""
+    yield "throughput", throughput or f"unknown: {without_rate}"
 
 
 def _kept(report: PlanReport, training: Training) -> Iterator[str]:
@@ -350,9 +348,7 @@ def _tiles(tiles: TileAdvice) -> Rows:
     )
 
 
-def _wear(report: PlanReport) -> Rows:
-    wear = report.wear
-    assert wear is not None, "something is written"
+def _wear(wear: WearForecast) -> Rows:
     yield "written", f"{wear.written_per_day / TB:,.1f} TB in a day of steps"
     if wear.years is not None and wear.rated_bytes is not None:
         days = wear.years * 365.25
@@ -376,8 +372,8 @@ def _purchases(report: PlanReport, advice: Advice) -> Rows:
     worth.
     """
     now = seconds_in_words(report.step_s)
-    step = "without computing" if report.tokens_per_s is None else "a step"
-    written = 0.0 if report.wear is None else report.wear.written_per_day
+    step = "a step" if computes(report) else "without computing"
+    written = written_per_day(report)
     gains = [purchase for purchase in advice.purchases if purchase.saved >= _WORTH_SHOWING]
     for purchase in gains[:_MOST_PURCHASES]:
         change = f"{now} -> {seconds_in_words(purchase.step_s)} {step}"
@@ -397,8 +393,9 @@ def _purchases(report: PlanReport, advice: Advice) -> Rows:
         )
 
 
-def _run(run: RunForecast, *, rated_bytes: int | None) -> Rows:
+def _run(run: RunForecast, wear: WearForecast | None) -> Rows:
     """Yield what a run takes, and what it would take with more micro-batches in a step."""
+    rated_bytes = wear.rated_bytes if wear is not None else None
     yield f"{run.tokens:,} tokens", f"{run.steps:,} steps, {_takes(run, rated_bytes)}"
     more = run.accumulated
     if more is not None:
@@ -508,7 +505,16 @@ def seconds_in_words(seconds: float) -> str:
 
 def step_in_words(report: PlanReport) -> str:
     """Return what a step takes, as far as that is known."""
-    if report.tokens_per_s is None:
-        update = seconds_in_words(report.update_s)
-        return f"update {update} + forward and backward: unknown"
-    return f"{seconds_in_words(report.step_s)} a step"
+    if computes(report):
+        return f"{seconds_in_words(report.step_s)} a step"
+    return f"update {seconds_in_words(report.update_s)} + forward and backward: unknown"
+
+
+def computes(report: PlanReport) -> bool:
+    """Tell whether the rate of computing is known; without it, only the update's time is."""
+    return report.tokens_per_s is not None
+
+
+def written_per_day(report: PlanReport) -> float:
+    """Return the bytes that all drives are written in a day of steps."""
+    return 0.0 if report.wear is None else report.wear.written_per_day

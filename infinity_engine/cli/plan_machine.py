@@ -10,13 +10,13 @@ import argparse
 import copy
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from infinity_engine.cli.plan_question import size_of
+from infinity_engine.cli.plan_question import flag, given_in, size_of
 from infinity_engine.errors import ConfigError
 from infinity_engine.units import format_bytes
 
@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     means.add_argument("--ram", metavar="SIZE", help="the host's memory that is free")
     means.add_argument(
         "--nvme",
-        action="append",  # _nvme() refuses a second one
+        action="append",  # _given_in() refuses a second one
         metavar="SIZE",
         help="free space on all drives together; 0: use none (default: those of --machine, --drive "
         "or --here)",
@@ -138,9 +138,10 @@ class _Known:
     parts: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     rated_bytes: int | None = None
-    watts: int | None = None
-    capacity: Capacity | None = None
-    """What is free, where it was asked of the system."""
+    watts: int = 0
+    is_here: bool = False
+    """Whether it is this machine, and the system was asked what is free."""
+    capacity: Capacity = field(default_factory=lambda: free(0, 0, 0))
     calibration: Calibration | None = None
     sharing: Mapping[str, int] = field(default_factory=dict)
     """How many of its directories share the drive of each; others have theirs alone."""
@@ -156,22 +157,23 @@ def machine_of(options: argparse.Namespace, precision: str, training: Training) 
     from infinity_engine.placement.training import Means, beside_inputs
     from infinity_engine.plan import OwnWork, ResolvedBudget
 
-    known = _known(options)
-    gpus = known.gpus if options.gpus is None else options.gpus
+    given = _given_in(options)
+    known = _known(given)
+    gpus = given.get("gpus", known.gpus)
     if not 0 <= gpus <= known.most_gpus:
         expected = f"a number of GPUs, 0 to {known.most_gpus}: a plan is for one machine"
         raise ConfigError(field="--gpus", value=gpus, expected=expected)
-    _check_gpus(options, known, gpus)
-    left = _capacity(options, known, gpus)
+    _check_gpus(given, known, gpus)
+    left = _capacity(given, known, gpus)
     drives = bool(sum(left.nvme.values()))
     ranks = max(gpus, 1)  # without GPUs, one rank trains on the CPU
-    rated_bytes = known.rated_bytes if options.tbw is None else size_of(options.tbw, "--tbw")
-    if options.tbw is not None and not drives:
+    rated_bytes = size_of(given["tbw"], "--tbw") if "tbw" in given else known.rated_bytes
+    if "tbw" in given and not drives:
         expected = "a size in --nvme, too: without drives, nothing wears out"
         raise ConfigError(field="--tbw", value=options.tbw, expected=expected)
-    found = _rates(options, known, precision, ranks=ranks, unified=gpus == 0, drives=drives)
+    found = _rates(given, known, precision, ranks=ranks, unified=gpus == 0, drives=drives)
     compute = found.compute
-    if options.tflops is not None:
+    if "tflops" in given:
         if not _LEAST_TFLOPS <= options.tflops <= _MOST_TFLOPS:
             expected = (
                 f"a positive number, from {_LEAST_TFLOPS:g} to {_MOST_TFLOPS:g}: the rate that "
@@ -196,9 +198,9 @@ def machine_of(options: argparse.Namespace, precision: str, training: Training) 
         io_bytes=_QUEUE_BYTES if drives else 0,
     )
     # Without GPUs, what the machine draws is not known either.
-    watts = None if known.watts is None else float(known.watts * gpus) or None
+    watts = float(known.watts * gpus) or None
     beside = beside_inputs(training, means)
-    nvme_option = _nvme_option(options, known, found.rates)
+    nvme_option = _nvme_option(given, known, found.rates)
     moved_bytes = ranks * training.input_bytes() if training.inputs_moved else 0
     to_drives = training.inputs_moved and sum(left.nvme.values()) > moved_bytes
     if training.inputs_moved and means.unified and not to_drives:
@@ -214,7 +216,7 @@ def machine_of(options: argparse.Namespace, precision: str, training: Training) 
         found.source,
         rated_bytes,
         watts,
-        is_implied=known.capacity is not None and options.here is None,
+        is_implied=known.is_here and "here" not in given,
         nvme_option=nvme_option,
         moved_bytes=moved_bytes,
         moved_to_drives=to_drives,
@@ -229,40 +231,40 @@ def better_gpus_of(
     """
     from infinity_engine.machine.catalogue import better_gpus, find_gpu
 
-    if options.gpu is None or options.rates is not None or options.tflops is not None:
+    given = given_in(options, "gpu", "gpu_mem", "rates", "tflops")
+    if "gpu" not in given or given.keys() & {"rates", "tflops"}:
         return {}
     sheet, taken = find_gpu(options.gpu)[0], 0
-    if options.gpu_mem is not None:
+    if "gpu_mem" in given:
         taken = max(sheet.memory_bytes - size_of(options.gpu_mem, "--gpu-mem"), 0)
     parser = argparse.ArgumentParser(add_help=False)
     add_arguments(parser)
     found = {}
     for better in better_gpus(sheet):
-        given = ["--gpu", better.name, "--gpu-mem", f"{better.memory_bytes - taken} B"]
-        bought = parser.parse_args(given, copy.copy(options))
+        parts = ["--gpu", better.name, "--gpu-mem", f"{better.memory_bytes - taken} B"]
+        bought = parser.parse_args(parts, copy.copy(options))
         found[better.name] = machine_of(bought, precision, training).means
     return found
 
 
-def _nvme_option(options: argparse.Namespace, known: _Known, rates: Rates) -> str:
+def _nvme_option(given: Mapping[str, Any], known: _Known, rates: Rates) -> str:
     """Return what gives the machine drives that hold so much, with their rates."""
-    if known.capacity is not None:
+    if known.is_here:
         return "--here DIR, a directory on a drive with {} free"
     if rates.nvme:
         return "--nvme {}"
-    if options.rates is not None:
+    if "rates" in given:
         return "--nvme {}, and a drive's rates in the file of --rates"
     return "--nvme {} --drive NAME"
 
 
-def _check_gpus(options: argparse.Namespace, known: _Known, gpus: int) -> None:
+def _check_gpus(given: Mapping[str, Any], known: _Known, gpus: int) -> None:
     """Refuse what is said of GPUs where there are none, and more GPUs than this machine has."""
-    told = {"--gpu": options.gpu, "--gpu-mem": options.gpu_mem, "--pcie": options.pcie}
-    for option, given in told.items():
-        if gpus == 0 and given is not None:
+    for name in ("gpu", "gpu_mem", "pcie"):
+        if gpus == 0 and name in given:
             expected = "nothing, as there are no GPUs (--gpus is 0)"
-            raise ConfigError(field=option, value=given, expected=expected)
-    if known.capacity is not None and gpus > known.gpus and options.gpu_mem is None:
+            raise ConfigError(field=flag(name), value=given[name], expected=expected)
+    if known.is_here and gpus > known.gpus and "gpu_mem" not in given:
         expected = f"at most {known.gpus}, as this machine has so many; or --gpu-mem beside it"
         raise ConfigError(field="--gpus", value=gpus, expected=expected)
 
@@ -277,22 +279,38 @@ def free(device: int, host: int, drives: int) -> Capacity:
 # --- what is known --------------------------------------------------------------------------------
 
 
-def _known(options: argparse.Namespace) -> _Known:
-    typed = (options.machine, options.gpu, options.drive, options.gpus, options.gpu_mem)
-    if options.here is None and any(
-        given is not None for given in (*typed, options.ram, _nvme(options))
-    ):
-        return _of_catalogue(options)
-    if any(given is not None for given in (options.machine, options.gpu, options.drive)):
+def _given_in(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the options that were given, with the one size of all drives together.
+
+    Raises:
+        ConfigError: it was given twice: the last one would take the place of the first unseen.
+    """
+    given = given_in(
+        options,
+        *("machine", "here", "gpu", "drive", "pcie", "gpus", "gpu_mem", "ram", "nvme", "tbw"),
+        *("rates", "tflops", "optimizer"),
+    )
+    sizes = given.get("nvme", [])
+    if len(sizes) > 1:
+        expected = "one size, of all drives together: give the sum"
+        raise ConfigError(field="--nvme", value=" and ".join(sizes), expected=expected)
+    return {**given, "nvme": sizes[0]} if sizes else given
+
+
+def _known(given: Mapping[str, Any]) -> _Known:
+    parts = given.keys() & {"machine", "gpu", "drive"}
+    if "here" not in given and (parts or given.keys() & {"gpus", "gpu_mem", "ram", "nvme"}):
+        return _of_catalogue(given)
+    if parts:
         expected = "without --machine, --gpu and --drive: this machine has its own"
-        raise ConfigError(field="--here", value=options.here, expected=expected)
-    if options.pcie is not None:
+        raise ConfigError(field="--here", value=given["here"], expected=expected)
+    if "pcie" in given:
         expected = "--gpu beside it: the slots of this machine are measured by its calibration"
-        raise ConfigError(field="--pcie", value=options.pcie, expected=expected)
-    return _of_here(options)
+        raise ConfigError(field="--pcie", value=given["pcie"], expected=expected)
+    return _of_here(given.get("here", ()))
 
 
-def _of_catalogue(options: argparse.Namespace) -> _Known:
+def _of_catalogue(given: Mapping[str, Any]) -> _Known:
     from infinity_engine.machine.catalogue import (
         GPU_SHEETS,
         PCIE_BYTES_PER_S,
@@ -301,9 +319,9 @@ def _of_catalogue(options: argparse.Namespace) -> _Known:
     )
     from infinity_engine.sim.hardware import machine
 
-    named = None if options.machine is None else machine(options.machine)
     known = _Known(model=machine(_ASSUMED))
-    if named is not None:
+    if "machine" in given:
+        named = machine(given["machine"])
         sizes = {
             "--gpu-mem": named.gpu.memory_bytes,
             "--ram": named.host.memory_bytes,
@@ -316,24 +334,24 @@ def _of_catalogue(options: argparse.Namespace) -> _Known:
             gpus=named.gpus,
             most_gpus=named.gpus,
             sizes=sizes,
-            watts=watts.get(named.gpu.name),
+            watts=watts.get(named.gpu.name, 0),
         )
-    if options.gpu is not None:
+    if "gpu" in given:
         try:
-            gpus = find_gpu(options.gpu, field="--gpu")
+            gpus = find_gpu(given["gpu"], field="--gpu")
         except ConfigError as error:
             expected = f"{error.expected}; to plan for another GPU, give --gpu-mem and --tflops "
             expected += f"({_OF_THE_SHEET}) instead"
             raise replace(error, expected=expected) from error
         known = _with_gpu(known, gpus[0])
-        known = replace(known, notes=(*known.notes, *_also("--gpu", options.gpu, gpus)))
-    if options.pcie is not None:
-        link = PCIE_BYTES_PER_S[options.pcie]
+        known = replace(known, notes=(*known.notes, *_also("--gpu", given["gpu"], gpus)))
+    if "pcie" in given:
+        link = PCIE_BYTES_PER_S[given["pcie"]]
         known = replace(known, model=known.model.with_link(link))
-    if options.drive:
-        found = [find_drive(name, field="--drive") for name in options.drive]
+    if "drive" in given:
+        found = [find_drive(name, field="--drive") for name in given["drive"]]
         known = _with_drives(known, [drives[0] for drives in found])
-        for name, drives in dict(zip(options.drive, found, strict=True)).items():
+        for name, drives in dict(zip(given["drive"], found, strict=True)).items():
             known = replace(known, notes=(*known.notes, *_also("--drive", name, drives)))
     return known
 
@@ -368,7 +386,7 @@ def _also(
     return (f"{option} {name} is taken to be {found[0].name}; it also fits {others}",)
 
 
-def _of_here(options: argparse.Namespace) -> _Known:
+def _of_here(directories: Sequence[str]) -> _Known:
     """Return what this machine has free, and what was kept of its calibration."""
     from infinity_engine.calibration import kept_calibration
     from infinity_engine.machine.capacity import directories_beside, probe_capacity
@@ -377,7 +395,6 @@ def _of_here(options: argparse.Namespace) -> _Known:
     from infinity_engine.plan.mappings import Directories
     from infinity_engine.sim.hardware import machine
 
-    directories = tuple(options.here or ())
     gpus = probe_gpus()
     visible = gpus.visible
     device = min(
@@ -393,6 +410,7 @@ def _of_here(options: argparse.Namespace) -> _Known:
     known = _Known(
         model=machine(_ASSUMED),
         gpus=len(visible),
+        is_here=True,
         capacity=capacity,
         calibration=calibration,
         # Spelled as rates spell them.
@@ -408,44 +426,29 @@ def _of_here(options: argparse.Namespace) -> _Known:
 # --- memory ---------------------------------------------------------------------------------------
 
 
-def _capacity(options: argparse.Namespace, known: _Known, gpus: int) -> Capacity:
+def _capacity(given: Mapping[str, Any], known: _Known, gpus: int) -> Capacity:
     """Return what is free: sizes that were typed go before those that are known."""
     here = known.capacity
-    device = 0 if gpus == 0 else _given(options.gpu_mem, known, "--gpu-mem")
-    host = _given(options.ram, known, "--ram")
-    nvme = _nvme(options)
-    asked = "--nvme" in known.sizes if nvme is None else not _NOTHING.match(nvme)
-    drives = _given(nvme, known, "--nvme") if asked else 0
+    device = 0 if gpus == 0 else _size(given, "gpu_mem", known)
+    host = _size(given, "ram", known)
+    asked = not _NOTHING.match(given["nvme"]) if "nvme" in given else "--nvme" in known.sizes
+    drives = _size(given, "nvme", known) if asked else 0
     typed = free(device, host, drives)
-    if here is None:
+    if not known.is_here:
         return typed
     return replace(
         here,
-        device=here.device if options.gpu_mem is None and gpus else typed.device,
-        host=here.host if options.ram is None else typed.host,
-        nvme=here.nvme if nvme is None else typed.nvme,
+        device=typed.device if "gpu_mem" in given or not gpus else here.device,
+        host=typed.host if "ram" in given else here.host,
+        nvme=typed.nvme if "nvme" in given else here.nvme,
     )
 
 
-def _nvme(options: argparse.Namespace) -> str | None:
-    """Return the size of all drives together, where it was given.
-
-    Raises:
-        ConfigError: it was given twice: the last one would take the place of the first unseen.
-    """
-    if options.nvme is None:
-        return None
-    if len(options.nvme) > 1:
-        expected = "one size, of all drives together: give the sum"
-        raise ConfigError(field="--nvme", value=" and ".join(options.nvme), expected=expected)
-    [size] = options.nvme
-    return str(size)
-
-
-def _given(given: str | None, known: _Known, field: str) -> int:
-    if given is not None:
-        return size_of(given, field)
-    if known.capacity is not None:
+def _size(given: Mapping[str, Any], name: str, known: _Known) -> int:
+    field = flag(name)
+    if name in given:
+        return size_of(given[name], field)
+    if known.is_here:
         return 0
     if field not in known.sizes:
         expected = (
@@ -484,7 +487,7 @@ class _FoundRates(NamedTuple):
 
 
 def _rates(
-    options: argparse.Namespace,
+    given: Mapping[str, Any],
     known: _Known,
     precision: str,
     *,
@@ -493,16 +496,16 @@ def _rates(
     drives: bool,
 ) -> _FoundRates:
     # Without directories, drives are known by a size alone: they are all that were measured.
-    directories = options.here or None if drives else None
-    if options.rates is not None:
+    directories = given.get("here", []) if drives else []
+    if "rates" in given:
         return _rates_of_file(
-            options, precision, directories, ranks=ranks, unified=unified, drives=drives
+            given, precision, directories, ranks=ranks, unified=unified, drives=drives
         )
     if known.calibration is not None:
         note = f"rates were measured {known.calibration.date}, of one process of this machine"
         return _measured(
             known.calibration,
-            options.optimizer,
+            given["optimizer"],
             precision,
             note,
             directories=directories,
@@ -510,11 +513,11 @@ def _rates(
             unified=unified,
             drives=drives,
         )
-    return _published(options, known, precision, ranks=ranks, unified=unified, drives=drives)
+    return _published(given, known, precision, ranks=ranks, unified=unified, drives=drives)
 
 
 def _published(
-    options: argparse.Namespace,
+    given: Mapping[str, Any],
     known: _Known,
     precision: str,
     *,
@@ -526,16 +529,17 @@ def _published(
     from infinity_engine.sim.hardware import sharing_memory
 
     model, fp32 = known.model, precision == "fp32"
-    if drives and model.drives is None:
+    published = {} if model.drives is None else {"NVMe": model.drives.divided(ranks)}
+    if drives and not published:
         expected = f"--drive beside it: a {model.title} has no drives whose rates are published"
-        raise ConfigError(field="--nvme", value=_nvme(options), expected=expected)
+        raise ConfigError(field="--nvme", value=given.get("nvme"), expected=expected)
     alone = replace(
         model.rates(min(ranks, model.gpus)),
         host_update_params_per_s=model.host.update_params_per_s / ranks,
         dram_bytes_per_s=model.host.dram_bytes_per_s / ranks,
-        nvme={} if model.drives is None else {"NVMe": model.drives.divided(ranks)},
+        nvme=published,
     )
-    if known.capacity is not None and _nvme(options) is None and alone.nvme:
+    if known.is_here and "nvme" not in given and alone.nvme:
         [drive] = alone.nvme.values()
         alone = replace(alone, nvme=dict.fromkeys(known.capacity.nvme, drive))
         alone = _shared(alone, known.sharing)
@@ -559,7 +563,7 @@ def _shared(rates: Rates, sharing: Mapping[str, int]) -> Rates:
 
 def _where_from(known: _Known) -> str:
     advice = "measure yours with `infinity calibrate` and give --rates"
-    if known.capacity is not None:
+    if known.is_here:
         advice = "measure yours with `infinity calibrate`, which is kept for this command"
     title = known.model.title
     if known.parts:
@@ -574,9 +578,9 @@ def _where_from(known: _Known) -> str:
 
 
 def _rates_of_file(
-    options: argparse.Namespace,
+    given: Mapping[str, Any],
     precision: str,
-    directories: list[str] | None,
+    directories: Sequence[str],
     *,
     ranks: int,
     unified: bool,
@@ -586,9 +590,9 @@ def _rates_of_file(
     from infinity_engine.plan import Rates
     from infinity_engine.plan.calibration import Calibration
 
-    path: Path = options.rates
+    path: Path = given["rates"]
     try:
-        given = json.loads(path.read_text(encoding="utf-8"))
+        read = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
             field="--rates", value=str(path), expected=f"a file ({error.strerror})"
@@ -598,34 +602,33 @@ def _rates_of_file(
             field="--rates", value=str(path), expected=f"a file in JSON ({error})"
         ) from error
     # One of the cache's own files has the figures of a machine, or of a drive, alone.
-    if isinstance(given, dict) and "links" not in given and {"calibration", "drive"} & given.keys():
+    if isinstance(read, dict) and "links" not in read and {"calibration", "drive"} & read.keys():
         expected = (
             "a file that `infinity calibrate --json FILE` wrote: this file is from its cache, "
             "which has only a part of the figures"
         )
         raise ConfigError(field="--rates", value=str(path), expected=expected)
-    if not (isinstance(given, dict) and "links" in given):
+    if not (isinstance(read, dict) and "links" in read):
         # No calibration: plain rates by their names.
-        rates = Rates.from_mapping(given, field="--rates")
+        rates = Rates.from_mapping(read, field="--rates")
         _check_rates(rates)
         return _FoundRates(rates, _Compute(), f"rates are those of {path}", RateSource.GIVEN)
-    calibration = Calibration.from_mapping(given, field="--rates")
-    if directories is not None:
-        # Measured by another name of the same directory.
-        named = {drive.drive.get("directory"): name for name, drive in calibration.drives.items()}
-        directories = [
-            name if name in calibration.drives else named.get(str(Path(name).resolve()), name)
-            for name in directories
-        ]
-    missing = [name for name in directories or () if name not in calibration.drives]
+    calibration = Calibration.from_mapping(read, field="--rates")
+    # Measured by another name of the same directory.
+    named = {drive.drive.get("directory"): name for name, drive in calibration.drives.items()}
+    directories = [
+        name if name in calibration.drives else named.get(str(Path(name).resolve()), name)
+        for name in directories
+    ]
+    missing = [name for name in directories if name not in calibration.drives]
     if missing:
-        measuring = f"infinity calibrate {' '.join(directories or ())} --json {path}"
+        measuring = f"infinity calibrate {' '.join(directories)} --json {path}"
         expected = f"directories that {path} has rates of: run `{measuring}`"
         raise ConfigError(field="--here", value=", ".join(missing), expected=expected)
     note = f"rates were measured {calibration.date}, of one process; those of {path}"
     return _measured(
         calibration,
-        options.optimizer,
+        given["optimizer"],
         precision,
         note,
         directories=directories,
@@ -660,7 +663,7 @@ def _measured(
     precision: str,
     note: str,
     *,
-    directories: list[str] | None,
+    directories: Sequence[str],
     ranks: int,
     unified: bool,
     drives: bool,
@@ -668,6 +671,7 @@ def _measured(
     from infinity_engine.advice.doubt import RateSource
     from infinity_engine.plan import OwnWork
 
+    directories = directories or tuple(calibration.drives)
     # The first with what I/O and copies take away, the second without.
     rates, alone = (
         calibration.rates(
@@ -699,9 +703,8 @@ def _measured(
         calibration.summing(optimizer=optimizer),
         own,
     )
-    used = calibration.drives if directories is None else directories
     calibration = calibration.with_drives(
-        {name: calibration.drives[name] for name in used} if drives else {}
+        {name: calibration.drives[name] for name in directories} if drives else {}
     )
     if not calibration.is_disturbed:
         return _FoundRates(rates, compute, note, RateSource.MEASURED)

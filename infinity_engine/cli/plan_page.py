@@ -12,6 +12,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from infinity_engine.cli.plan_answer import (
+    computes,
     range_in_words,
     refused,
     setting_in_words,
@@ -48,9 +49,7 @@ def page(
         f"{report.ranks} x {report.micro_batches} x {training.batch} sequences of "
         f"{training.sequence} tokens",
         "activations checkpointed" if training.checkpointing else "all activations kept",
-        "tokens per second unknown"
-        if report.tokens_per_s is None
-        else f"{report.tokens_per_s:,.1f} tokens/s",
+        f"{report.tokens_per_s:,.1f} tokens/s" if computes(report) else "tokens per second unknown",
     ]
     body = [
         f"<h1>{escape(report.model)}: {escape(step_in_words(report))}"
@@ -101,7 +100,7 @@ def _phases(report: PlanReport) -> Iterator[Sequence[str]]:
             yield phase.name, f"{phase.seconds:,.3g}", phase.binding
         else:
             yield phase.name, "unknown", ""
-    if report.micro_batches > 1 and report.tokens_per_s is not None:
+    if report.micro_batches > 1 and computes(report):
         yield f"{report.micro_batches - 1} micro-batches more", f"{report.repeated_s:,.3g}", ""
 
 

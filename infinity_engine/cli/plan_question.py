@@ -12,14 +12,14 @@ import gc
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from fractions import Fraction
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from infinity_engine.errors import ConfigError
 from infinity_engine.training.settings import OPTIMIZERS, SGD_MOMENTUM
@@ -38,6 +38,8 @@ __all__ = [
     "add_settings",
     "add_training",
     "engine_settings",
+    "flag",
+    "given_in",
     "in_words",
     "model_of",
     "precision_of",
@@ -163,6 +165,17 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--subgroup", type=int, metavar="N", help="parameters in a subgroup")
 
 
+def given_in(options: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Return those of the options that were given, or have a default."""
+    values = {name: getattr(options, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def flag(name: str) -> str:
+    """Return an option as it is typed."""
+    return f"--{name.replace('_', '-')}"
+
+
 class AskedSettings(TypedDict):
     """What the planner is not free to choose."""
 
@@ -186,12 +199,11 @@ def precision_of(given: str, model: ModelShape) -> str:
     """Return what parameters compute in, where that is left to the model."""
     if given != "model":
         return given
-    precision = PRECISION_OF_DTYPE.get(model.dtype or "")
-    if precision is None:
-        stated = "states no dtype" if model.dtype is None else f"states {model.dtype}"
+    precision = PRECISION_OF_DTYPE.get(model.dtype or "", "")
+    if not precision:
         expected = (
-            f"bf16, fp16 or fp32: {model.name} {stated}, and --precision model needs bfloat16, "
-            "float16 or float32"
+            f"bf16, fp16 or fp32: {model.name} states {model.dtype or 'no dtype'}, and --precision "
+            "model needs bfloat16, float16 or float32"
         )
         raise ConfigError(field="--precision", value=given, expected=expected)
     return precision
@@ -205,12 +217,11 @@ def training_of(options: argparse.Namespace, model: ModelShape, precision: str) 
 
     # fp32 parameters are the masters themselves, and have no format of their own.
     formats = {"bf16": FloatFormat.BF16, "fp16": FloatFormat.FP16, "fp32": None}
-    sequence = options.sequence
-    for option in ("batch", "sequence", "accumulation", "tile_sequence"):
-        given = getattr(options, option)
-        if given is not None and given > _MOST_OF_STEP:
-            field = f"--{option.replace('_', '-')}"
-            raise ConfigError(field=field, value=given, expected=f"at most {_MOST_OF_STEP:,}")
+    given = given_in(options, "batch", "sequence", "accumulation", "tile_sequence")
+    for name, count in given.items():
+        if count > _MOST_OF_STEP:
+            expected = f"at most {_MOST_OF_STEP:,}"
+            raise ConfigError(field=flag(name), value=count, expected=expected)
     if options.offload_inputs and not options.checkpointing:
         expected = "--checkpointing with it: the inputs of blocks are all that is kept then"
         raise ConfigError(field="--offload-inputs", value="yes", expected=expected)
@@ -218,7 +229,7 @@ def training_of(options: argparse.Namespace, model: ModelShape, precision: str) 
         model=model,
         batch=options.batch,
         # No longer than the positions that the model has.
-        sequence=min(TOKENS, model.positions or TOKENS) if sequence is None else sequence,
+        sequence=given.get("sequence", min(TOKENS, model.positions or TOKENS)),
         accumulation_steps=options.accumulation,
         checkpointing=options.checkpointing,
         inputs_moved=options.offload_inputs,
@@ -303,28 +314,29 @@ def run_of(options: argparse.Namespace, gpu_watts: float | None = None) -> Train
     """
     from infinity_engine.advice.course import Prices, TrainingRun
 
-    prices = Prices(
-        watts=_more_than_nothing(options.watts, "--watts") or gpu_watts,
-        per_kwh=_more_than_nothing(options.price_kwh, "--price-kwh"),
-        per_hour=_more_than_nothing(options.price_hour, "--price-hour"),
-    )
-    if options.tokens is not None and options.steps is not None:
+    prices = given_in(options, "watts", "price_kwh", "price_hour")
+    for name, price in prices.items():
+        if not 0 < price < _MOST_PRICE:
+            raise ConfigError(field=flag(name), value=price, expected="a number above 0")
+    lengths = given_in(options, "tokens", "steps")
+    if len(lengths) > 1:
         expected = "--tokens or --steps, not both: each says how long the run is"
         raise ConfigError(field="--steps", value=options.steps, expected=expected)
-    if options.tokens is None and options.steps is None:
-        given = {"--watts": options.watts, "--price-kwh": options.price_kwh}
-        given["--price-hour"] = options.price_hour
-        for field, value in given.items():
-            if value is not None:
-                expected = "--tokens or --steps beside it: how long the run is"
-                raise ConfigError(field=field, value=value, expected=expected)
+    if not lengths:
+        for name, price in prices.items():
+            expected = "--tokens or --steps beside it: how long the run is"
+            raise ConfigError(field=flag(name), value=price, expected=expected)
         return None
-    if prices.per_kwh is not None and prices.watts is None:
+    watts = prices.get("watts", gpu_watts)
+    if "price_kwh" in prices and not watts:
         expected = "--watts beside it: what the machine draws while it trains"
         raise ConfigError(field="--price-kwh", value=options.price_kwh, expected=expected)
-    if options.tokens is not None:
-        return TrainingRun(tokens=_count(options.tokens, "--tokens"), prices=prices)
-    return TrainingRun(steps=_count(options.steps, "--steps"), prices=prices)
+    return TrainingRun(
+        **{name: _count(length, flag(name)) for name, length in lengths.items()},
+        prices=Prices(
+            watts=watts, per_kwh=prices.get("price_kwh"), per_hour=prices.get("price_hour")
+        ),
+    )
 
 
 def _count(given: str, field: str) -> int:
@@ -335,12 +347,6 @@ def _count(given: str, field: str) -> int:
         expected = "a number such as 5000, 10M or 1.5B (K, M, B and T are powers of 1,000)"
         raise ConfigError(field=field, value=given, expected=expected)
     return int(number)
-
-
-def _more_than_nothing(given: float | None, field: str) -> float | None:
-    if given is not None and not 0 < given < _MOST_PRICE:
-        raise ConfigError(field=field, value=given, expected="a number above 0")
-    return given
 
 
 def in_words(error: ConfigError, *, here: str = "--here") -> str:
@@ -379,12 +385,15 @@ def model_of(options: argparse.Namespace) -> ModelShape:
     """Return the model that is named, or described by a file, with what is frozen of it."""
     from infinity_engine.placement.adapters import freeze, with_compact_base, with_lora
 
+    changes: dict[str, Callable[[ModelShape, Any], ModelShape]] = {
+        "lora": with_lora,
+        "freeze": freeze,
+        "base": with_compact_base,
+    }
     model = _whole(options.model)
-    if options.lora is not None:
-        model = with_lora(model, options.lora)
-    if options.freeze is not None:
-        model = freeze(model, options.freeze)
-    return model if options.base is None else with_compact_base(model, options.base)
+    for name, value in given_in(options, *changes).items():
+        model = changes[name](model, value)
+    return model
 
 
 def _whole(given: str | None) -> ModelShape:
@@ -417,13 +426,13 @@ def _of_id(given: str) -> ModelShape:
     if folder is not None:
         return _described(folder)
     names = {name.lower(): known for name, known in PRESET_OF_ID.items()}
-    name = names.get(given.lower())
-    if name is None:
+    if given.lower() not in names:
         expected = (
             f"a model with its config.json in {_cache()}, or the id of a preset, as this command "
             "asks no network: download it there, or give the path of its config.json"
         )
         raise ConfigError(field="--model", value=given, expected=expected)
+    name = names[given.lower()]
     model = preset(name)
     note = f"{given} is not in the local cache: it is planned as the preset {name}"
     return replace(model, notes=(*model.notes, note))
@@ -451,7 +460,7 @@ def _described(path: Path) -> ModelShape:
 
 
 def _can_make_models() -> bool:
-    return all(find_spec(package) is not None for package in ("torch", "transformers"))
+    return all(map(find_spec, ("torch", "transformers")))
 
 
 def _cached(name: str) -> Path | None:

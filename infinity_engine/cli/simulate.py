@@ -20,6 +20,8 @@ from infinity_engine.cli.plan_machine import machine_of
 from infinity_engine.cli.plan_question import (
     add_settings,
     add_training,
+    flag,
+    given_in,
     in_words,
     model_of,
     precision_of,
@@ -165,15 +167,18 @@ def _changed(options: argparse.Namespace, means: Means) -> Means:
     )
 
     changes = {
-        "--drives-at": (options.drives_at, with_drives),
-        "--links-at": (options.links_at, with_links),
-        "--updates-at": (options.updates_at, with_updates),
-        "--compute-at": (options.compute_at, with_compute),
-        "--drives-left": (options.drives_left, with_more_drives),
+        "drives_at": with_drives,
+        "links_at": with_links,
+        "updates_at": with_updates,
+        "compute_at": with_compute,
+        "drives_left": with_more_drives,
     }
-    for option, (times, change) in changes.items():
-        if times is None:
-            continue
+    given = given_in(options, *changes)
+    if not given:
+        expected = f"what changes: one of {', '.join(map(flag, changes))}"
+        raise ConfigError(field="--drives-at", value=None, expected=expected)
+    for name, times in given.items():
+        option = flag(name)
         most = 1.0 if option == "--drives-left" else _MOST
         if not _LEAST <= times <= most:
             expected = f"a number from {_LEAST:g} to {most:g}"
@@ -184,10 +189,7 @@ def _changed(options: argparse.Namespace, means: Means) -> Means:
         if option == "--links-at" and means.unified:
             expected = "a machine with a GPU: the CPU alone has no link to a device"
             raise ConfigError(field=option, value=times, expected=expected)
-        means = change(means, times)
-    if all(times is None for times, _ in changes.values()):
-        expected = f"what changes: one of {', '.join(changes)}"
-        raise ConfigError(field="--drives-at", value=None, expected=expected)
+        means = changes[name](means, times)
     return means
 
 

@@ -112,7 +112,7 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
         self.saved_dtype: str | None = None
         """What weights are saved in; None: what they compute in."""
         # With mixed precision, outputs are fp32, as Accelerate has them.
-        self._converting: RemovableHandle | None = None
+        self._converting: list[RemovableHandle] = []
         given = settings_given(engine)
         given.warn_of_missing(4)
         given.warn_of_optimizer(4)
@@ -138,11 +138,11 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
         ]
         if not models and not optimizers:
             return super().prepare(*args, device_placement=device_placement)
-        if len(models) != 1 or len(optimizers) != 1 or self.engine is not None:
+        earlier = "" if self.engine is None else " beside the engine of an earlier call"
+        if len(models) != 1 or len(optimizers) != 1 or earlier:
             raise ConfigError(
                 field="prepare",
-                value=f"{len(models)} models and {len(optimizers)} optimizers"
-                + (" beside the engine of an earlier call" if self.engine is not None else ""),
+                value=f"{len(models)} models and {len(optimizers)} optimizers{earlier}",
                 expected="one model and its optimizer, together: an engine trains one model. For "
                 "a model that is not trained, call prepare_model(model, evaluation_mode=True). "
                 "To train another model, call release() first, which closes the engine",
@@ -172,7 +172,7 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
             )
         self.engine = made
         if mixes:
-            self._converting = model.register_forward_hook(_in_fp32)
+            self._converting = [model.register_forward_hook(_in_fp32)]
             # Saved as it was: the engine has its fp32 masters.
             self.saved_dtype = "float32" if dtypes == {torch.float32} else None
         return made
@@ -197,9 +197,7 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
 
     def mixing(self) -> AbstractContextManager[None]:
         """Return the autocast of mixed precision, for code that calls the model past the engine."""
-        mixed: AbstractContextManager[None] = (
-            self.autocast() if self._converting is not None else nullcontext()
-        )
+        mixed: AbstractContextManager[None] = self.autocast() if self._converting else nullcontext()
         return mixed
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
@@ -316,9 +314,9 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
         """Close the engine, if there is one, so that `prepare` can make another."""
         if self.engine is not None:
             self.engine.close()
-        if self._converting is not None:
-            self._converting.remove()
-        self.engine = self.saved_dtype = self._converting = None
+        for handle in self._converting:
+            handle.remove()
+        self.engine, self.saved_dtype, self._converting = None, None, []
 
     def end_training(self) -> None:
         """End trackers as Accelerate does, and close the engine."""

@@ -149,22 +149,24 @@ class InfinityStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             self.optimizers = []
         super().teardown()
 
+    def _fitting(self) -> Engine:
+        assert self.engine is not None, "only fitting trains, and restores optimizers"
+        return self.engine
+
     # --- steps ------------------------------------------------------------------------------------
 
     def backward(
         self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         """Compute gradients through the engine. Lightning has averaged the loss."""
-        assert self.engine is not None, "only fitting computes gradients"
         loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
-        self.engine.backward(loss, *args, scale=False, **kwargs)
+        self._fitting().backward(loss, *args, scale=False, **kwargs)
         ended: torch.Tensor = self.precision_plugin.post_backward(loss, self.lightning_module)
         return ended
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's training_step in the engine."""
-        assert self.engine is not None, "only fitting trains"
-        return self.engine.run(super().training_step, *args, **kwargs)
+        return self._fitting().run(super().training_step, *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's validation_step, in the engine while fitting."""
@@ -237,9 +239,8 @@ class InfinityStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         Raises:
             ConfigError: the checkpoint has no states.
         """
-        assert self.engine is not None, "only fitting restores optimizers"
         if self._checkpoint is not None:
-            self.engine.load(self._checkpoint)
+            self._fitting().load(self._checkpoint)
             return
         states = checkpoint["optimizer_states"]
         if len(states) != 1:
@@ -250,7 +251,7 @@ class InfinityStrategy(SingleDeviceStrategy):  # type: ignore[misc]
                 "closed, and Trainer.save_checkpoint saves no states: let ModelCheckpoint save "
                 "while fitting. To begin with the weights alone, load them into the module",
             )
-        self.engine.load_optimizer_state_dict(states[0])
+        self._fitting().load_optimizer_state_dict(states[0])
 
 
 def _rename(made: Path, path: Path) -> None:

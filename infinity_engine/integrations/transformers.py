@@ -125,7 +125,7 @@ class InfinityMixin(Trainer):  # type: ignore[misc]  # Transformers is typed in 
             super()._save(output_dir, state_dict)
             return
         if _has_adapters(self.model):
-            adapters = self._adapters()
+            adapters = self._adapters(self.engine)
             with self.engine.listing():
                 super()._save(output_dir, adapters)
             return
@@ -140,24 +140,23 @@ class InfinityMixin(Trainer):  # type: ignore[misc]  # Transformers is typed in 
         if states_dtype and self.accelerator.saved_dtype is not None:
             state_dtype(folder, files)
 
-    def _adapters(self) -> dict[str, Any]:
+    def _adapters(self, engine: Engine) -> dict[str, Any]:
         """Return the state dict that peft picks the adapters from: what is trained, and the rest
         that peft saves, such as embeddings that were resized.
         """
-        assert self.engine is not None, "the caller has asked"
-        found: dict[str, Any] = self.engine.trainable_state_dict()
+        found: dict[str, Any] = engine.trainable_state_dict()
         if self.accelerator.saved_dtype is not None:
             names = self.model.named_parameters(remove_duplicate=False)
             found |= {
-                name: self.engine.state_of(parameter)["master"]
+                name: engine.state_of(parameter)["master"]
                 for name, parameter in names
                 if name in found
             }
-        with self.engine.listing():
+        with engine.listing():
             saved = _saved_by_peft(self.model)
         for name, tensor in saved.items():
             if name not in found:
-                with self.engine.gathered(tensor):
+                with engine.gathered(tensor):
                     found[name] = tensor.detach().cpu().clone()
         return found
 

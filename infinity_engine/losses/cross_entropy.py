@@ -134,8 +134,8 @@ def chunked_cross_entropy(
     assert isinstance(weight, torch.Tensor), "the head was checked"
     wanted = _Wanted.of(hidden, weight.requires_grad, bias)
     with torch.no_grad(), _no_autocast(hidden.device):
-        detached = None if bias is None else bias.detach()
-        loss, found = _computed(call, _HeadPart(0, weight.detach(), detached), wanted)
+        whole = _HeadPart(0, weight.detach(), _rows(bias, slice(None)))
+        loss, found = _computed(call, whole, wanted)
     return _with_gradients(loss, (hidden, found.hidden), (weight, found.weight), (bias, found.bias))
 
 
@@ -470,7 +470,8 @@ def _entries_of(part: _HeadPart, tiles: LossTiles) -> Iterator[slice]:
 
 
 def _rows(tensor: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
-    return None if tensor is None else tensor[rows]
+    """Return rows of a tensor, if there is one, outside of autograd's graph."""
+    return None if tensor is None else tensor.detach()[rows]
 
 
 def _called(
@@ -480,8 +481,7 @@ def _called(
     compute: Callable[[_HeadPart], Any],
 ) -> Any:
     """Compute with a tile's weight within a call of the tile, for which it is fetched."""
-    part_of_bias = None if bias is None else bias.detach()[entries]
-    return tile(lambda weight: compute(_HeadPart(entries.start, weight, part_of_bias)))
+    return tile(lambda weight: compute(_HeadPart(entries.start, weight, _rows(bias, entries))))
 
 
 @dataclass(frozen=True, slots=True)

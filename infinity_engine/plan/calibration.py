@@ -424,21 +424,20 @@ class Calibration:
             raise ConfigError(field="threads", value=threads, expected="1 or more")
         drives = self._drives(directories)
         updates = self.host_updates[optimizer]
-        count = max(updates, default=1) if threads is None else threads
+        count = threads or max(updates, default=1)
         # Without an identity, which a file may lack, a directory has a drive of its own.
         drive_of = {name: drive.drive.get("drive", name) for name, drive in drives.items()}
         sharing = Counter(drive_of.values())
         parts = []  # of their rate that updates keep
         if beside_copies:
             copies = {number: figures.beside_copies for number, figures in updates.items()}
-            parts.append(_at(copies, count))
+            parts.append(_part_at(copies, count))
         if beside_io:
             # Once a drive, however many of its directories are used: the least of theirs.
             least: dict[str, float] = {}
             for name, drive in drives.items():
-                part = _at(drive.host_updates.get(optimizer, {}), count)
-                if part is not None:
-                    least[drive_of[name]] = min(part, least.get(drive_of[name], part))
+                part = _part_at(drive.host_updates.get(optimizer, {}), count)
+                least[drive_of[name]] = min(part, least.get(drive_of[name], part))
             parts += least.values()
         alone = _at({number: figures.alone for number, figures in updates.items()}, count)
         links = self.links
@@ -497,8 +496,7 @@ class Calibration:
         """
         updates = self.host_updates.get(optimizer, {})
         count = max(updates, default=1) if threads is None else threads
-        part = _at({number: figures.summing for number, figures in updates.items()}, count)
-        return 1.0 if part is None else min(part, 1.0)
+        return _part_at({number: figures.summing for number, figures in updates.items()}, count)
 
     def computing_beside_io(self, directories: Iterable[str] | None = None) -> float:
         """Return the part of their rate that modules on the host keep while the drives of these
@@ -533,9 +531,7 @@ class Calibration:
 
 def _at(figures: Mapping[int, Figure], threads: int) -> float | None:
     """Return what so many threads get: measured, between neighbours, or what the most get."""
-    known = sorted(
-        (number, figure.median) for number, figure in figures.items() if figure.median is not None
-    )
+    known = sorted((number, figure.median) for number, figure in figures.items() if figure.median)
     if not known:
         return None
     below = [pair for pair in known if pair[0] <= threads]
@@ -550,18 +546,22 @@ def _at(figures: Mapping[int, Figure], threads: int) -> float | None:
     return less + (more - less) * (threads - few) / (many - few)
 
 
-def _beside(alone: float | None, parts: Iterable[float | None]) -> float | None:
+def _part_at(figures: Mapping[int, Figure], threads: int) -> float:
+    """Return the part that so many threads keep; all of it where that was not measured."""
+    return min(_at(figures, threads) or 1.0, 1.0)
+
+
+def _beside(alone: float | None, parts: Iterable[float]) -> float | None:
     """Return what is left of a rate under several disturbances; each leaves a part of it."""
     if alone is None:
         return None
-    # Times add up, rates do not: each disturbance adds what it costs one parameter. A part above 1
-    # is noise.
-    return alone / (1.0 + sum(1 / min(part, 1.0) - 1 for part in parts if part is not None))
+    # Times add up, rates do not: each disturbance adds what it costs one parameter.
+    return alone / (1.0 + sum(1 / part - 1 for part in parts))
 
 
 def _left(part: Figure) -> float:
-    """Return the part of its rate that is left; all of it where that was not measured."""
-    return 1.0 if part.median is None else min(part.median, 1.0)
+    """Return the part of a rate that is left: at most all, and all where it was not measured."""
+    return min(part.median or 1.0, 1.0)
 
 
 def _times(figure: Figure, part: float) -> float | None:

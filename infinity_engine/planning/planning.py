@@ -291,7 +291,7 @@ def _check_early_updates(
     """Refuse updates in a backward where they would not be exact, or cannot be made."""
     if not config.storage.early_updates:
         return
-    expected = None
+    expected = ""
     dtypes = {parameter.dtype for parameter in trained}
     if torch.bfloat16 not in dtypes or torch.float16 in dtypes:
         found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
@@ -310,7 +310,7 @@ def _check_early_updates(
             "False with an accelerator that has memory of its own: this version updates early on "
             "the cpu only"
         )
-    if expected is not None:
+    if expected:
         raise ConfigError(field="storage.early_updates", value=True, expected=expected)
 
 
@@ -430,7 +430,7 @@ def _budget(
         if known.part_of is None and (built is None or known.parameter not in built)
     )
     capacity = _capacity(wanted, accelerator, kept)
-    on_host, on_drives = (0, {}) if built is None else _held_by(built)
+    on_host, on_drives = _held_by(built)
     held = None if ranks is None or built is None else ranks.held_here(on_host, on_drives)
     budget = wanted.resolve(
         replace(
@@ -454,18 +454,18 @@ def refusing_beside(built: BuiltModel | None) -> Iterator[None]:
     try:
         yield
     except CapacityError as error:
-        on_host, on_drives = (0, {}) if built is None else _held_by(built)
+        on_host, on_drives = _held_by(built)
         held = on_host if error.tier == Tier.HOST.name else sum(on_drives.values())
         if error.tier == Tier.DEVICE.name or not held:
             raise
         raise error.beside("the model as it was built", held) from None
 
 
-def _held_by(built: BuiltModel) -> tuple[int, dict[str, int]]:
+def _held_by(built: BuiltModel | None) -> tuple[int, dict[str, int]]:
     """Return the bytes of host memory, and of each directory, that a model takes that was built on
     drives.
     """
-    used = built.ledger.usage()
+    used = () if built is None else built.ledger.usage()
     on_host = sum(usage.held for usage in used if usage.tier is Tier.HOST)
     return on_host, {usage.directory: usage.held for usage in used if usage.directory is not None}
 

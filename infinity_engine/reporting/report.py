@@ -36,7 +36,7 @@ from infinity_engine.plan.ops import Lane, UpdateOnDevice, UpdateOnHost, UpdateO
 from infinity_engine.reporting.drives import DriveUse
 from infinity_engine.reporting.over_time import HeldOverTime, HeldPart
 from infinity_engine.telemetry import StepRecord
-from infinity_engine.units import format_bytes, format_decimal_bytes, format_rate
+from infinity_engine.units import format_bytes, format_decimal_bytes, format_known, format_rate
 
 __all__ = [
     "Hits",
@@ -180,7 +180,7 @@ class StepReport:
 
     def __str__(self) -> str:
         """Return a table of two columns: names and figures."""
-        norm = "" if self.gradient_norm is None else f", gradient norm {self.gradient_norm:.4g}"
+        norm = format_known(self.gradient_norm, ", gradient norm {:.4g}")
         scale = "" if self.loss_scale == 1.0 else f", loss scale {self.loss_scale:g}"
         # Rows without figures are left out below.
         rows = [
@@ -356,11 +356,7 @@ def _link(use: LinkUse) -> str:
 
 
 def _drive(use: DriveUse) -> str:
-    share = (
-        ""
-        if use.calibrated_share is None
-        else f"; {use.calibrated_share:.0%} of its calibrated bandwidth"
-    )
+    share = format_known(use.calibrated_share, "; {:.0%} of its calibrated bandwidth")
     return f"{format_bytes(use.read_bytes)} read, {format_bytes(use.written_bytes)} written{share}"
 
 
@@ -375,7 +371,7 @@ def _drive_mapping(use: DriveUse) -> dict[str, object]:
 
 
 def _wear(use: DriveUse) -> str:
-    endurance = "" if use.endurance is None else f", {use.endurance}"
+    endurance = format_known(use.endurance, ", {}")
     return f"{format_decimal_bytes(use.written_in_all)} written in all{endurance}"
 
 

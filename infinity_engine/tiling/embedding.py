@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from infinity_engine.tiling.cuts import TileCut, cut_into
 from infinity_engine.tiling.weights import TiledWeight
+from infinity_engine.units import format_known
 
 __all__ = ["TiledEmbedding"]
 
@@ -102,7 +103,7 @@ class TiledEmbedding(TiledWeight):
 
     def extra_repr(self) -> str:
         """Return the sizes, and the number of tiles."""
-        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        padding = format_known(self.padding_idx, ", padding_idx={}")
         return f"{self.num_embeddings}, {self.embedding_dim}{padding}, tiles={len(self.rows)}"
 
     def _set_padding(self, padding: int | None) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infinity_engine.cli.plan_answer import show
-from infinity_engine.cli.plan_question import TOKENS, size_of, strategy_of
+from infinity_engine.cli.plan_question import TOKENS, given_in, size_of, strategy_of
 from infinity_engine.config import EngineConfig
 from infinity_engine.errors import ConfigError, InfinityError
 from infinity_engine.machine.packages import require_torch
@@ -317,33 +317,32 @@ def _settings(options: argparse.Namespace) -> TrainingSettings:
         )
     }
     every = options.save_every
-    usual_lr = _default("lr") if options.lora is None else _LORA_LR
+    given = given_in(options, "lr", "lora", "sequence")
     return TrainingSettings(
         **chosen,
-        lr=usual_lr if options.lr is None else options.lr,
+        lr=given.get("lr", _LORA_LR if "lora" in given else _default("lr")),
         chunk_loss=options.loss == "chunked",
         data=tuple(options.data),
         run=options.run_directory,
-        sequence=_sequence(options),
+        sequence=given["sequence"] if "sequence" in given else _most_tokens(options.model),
         framing=Framing(options.framing),
         decay=Decay(options.decay),
         save_every=int(every) if every.isdecimal() else every,
     )
 
 
-def _sequence(options: argparse.Namespace) -> int:
-    """Return the tokens of a sequence: what was given, or what the model has positions for."""
-    if options.sequence is not None:
-        return int(options.sequence)
-    config = read_json(options.model / "config.json")
+def _most_tokens(model: Path) -> int:
+    """Return the tokens that the model has positions for."""
+    config = read_json(model / "config.json")
     known = [config.get(name) for name in ("max_position_embeddings", "n_positions")]
     return min([TOKENS, *(most for most in known if isinstance(most, int) and most > 0)])
 
 
 def _engine(options: argparse.Namespace) -> dict[str, Any]:
     """Return the settings of the engine: those of the file, and the options in their place."""
+    typed = given_in(options, "config", "tbw")
     try:
-        given: dict[str, Any] = {} if options.config is None else dict(read_json(options.config))
+        given: dict[str, Any] = dict(read_json(options.config)) if "config" in typed else {}
     except ConfigError as error:
         raise replace(error, field="--config") from error
     if is_deepspeed(given):
@@ -353,16 +352,15 @@ def _engine(options: argparse.Namespace) -> dict[str, Any]:
         )
         raise ConfigError(field="--config", value=str(options.config), expected=expected)
     budget = dict(given.get("budget") or {})
-    for name in ("device", "host"):
-        if getattr(options, name) is not None:
-            budget[name] = size_of(getattr(options, name), f"--{name}")
+    for name, size in given_in(options, "device", "host").items():
+        budget[name] = size_of(size, f"--{name}")
     for entry in options.nvme:
         directory, _, size = entry.partition("=")
         drives = budget.setdefault("nvme", {})
         drives[directory] = size_of(size, "--nvme") if size else None
     if budget:
         given["budget"] = budget
-    if options.tbw is not None:
+    if "tbw" in typed:
         endurance = size_of(options.tbw, "--tbw")
         given["storage"] = {**(given.get("storage") or {}), "endurance": endurance}
     if options.strategy != "auto":
