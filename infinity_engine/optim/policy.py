@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from operator import attrgetter
 
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.plan.ops import (
@@ -123,9 +124,8 @@ class Limits:
                 field="StepPlan.parameters", value=outline.parameters.name, expected=expected
             )
         homes = outline.homes
-        resident = self.device_bytes(
-            sum(spec.numel for spec in subgroups if homes[spec.index] is Home.RESIDENT)
-        )
+        numels = [spec.numel for spec in subgroups if homes[spec.index] is Home.RESIDENT]
+        resident = self.device_bytes(sum(numels))
         change = "keep fewer subgroups resident, or give the device a larger budget"
         _check_fits(resident, self.resident_bytes, holder="resident states", change=change)
         change = "use fewer staging sets or smaller subgroups, or give the device a larger budget"
@@ -169,7 +169,7 @@ Homes = Callable[[Sequence[SubgroupSpec]], Mapping[int, Home]]
 HomesAt = Callable[[Sequence[SubgroupSpec], Rates, Limits], Mapping[int, Home]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # a function has no equals
 class OffloadPolicy:
     """A function that makes plans, with the name that users know it by.
 
@@ -229,18 +229,24 @@ class OffloadPolicy:
         return plan
 
     def outline(
-        self, subgroups: Sequence[SubgroupSpec], rates: Rates, limits: Limits
+        self,
+        subgroups: Sequence[SubgroupSpec],
+        rates: Rates,
+        limits: Limits,
+        known: Mapping[int, Home] | None = None,
     ) -> tuple[PlanOutline, Callable[[], StepPlan]]:
         """Return what memory the policy's plan takes, and what makes the plan.
 
         A search asks for many outlines of each plan that it makes: where the policy can say what
-        memory is taken, ops are not made for that.
+        memory is taken, ops are not made for that. `known` is what `homes_of` has said.
 
         Raises:
             CapacityError, ConfigError: as for the plan.
         """
         ordered = _ordered(subgroups)
-        homes = self._drafted_homes(ordered, rates, limits)
+        homes = known if self.is_drafted else None
+        if homes is None:
+            homes = self._drafted_homes(ordered, rates, limits)
         if homes is None:
             plan = self(subgroups, rates, limits)
             return plan.outline(), lambda: plan
@@ -265,7 +271,7 @@ class OffloadPolicy:
 
 def _ordered(subgroups: Sequence[SubgroupSpec]) -> tuple[SubgroupSpec, ...]:
     # By index where several are first used together: plans must not depend on the caller's order.
-    return tuple(sorted(subgroups, key=lambda subgroup: (subgroup.first_use, subgroup.index)))
+    return tuple(sorted(subgroups, key=attrgetter("first_use", "index")))
 
 
 def offload_policy(name: str) -> Callable[[Decide], OffloadPolicy]:
@@ -362,12 +368,13 @@ class PlanDraft:
         self._uploaded: set[int] = set()
         # For each subgroup updated on the host, the number of that op.
         self._updated: dict[int, int] = {}
-        largest = max((subgroup.numel for subgroup in subgroups), default=1)
+        largest = max([subgroup.numel for subgroup in subgroups], default=1)
         self._set_bytes = limits.device_bytes(largest)
         self._sets = _Turns(limits.sets_for(largest))
-        on_drives = [subgroup for subgroup in subgroups if subgroup.on_drives]
-        self._buffer_bytes = max((subgroup.buffer_bytes for subgroup in on_drives), default=0)
-        self._buffers = _Turns(min(limits.host_buffers, len(on_drives)))
+        buffer_bytes = [subgroup.buffer_bytes for subgroup in subgroups]
+        self._buffer_bytes = max(buffer_bytes, default=0)
+        on_drives = len(buffer_bytes) - buffer_bytes.count(0)
+        self._buffers = _Turns(min(limits.host_buffers, on_drives))
         # The buffer of each subgroup, and its load's number.
         self._in_buffer: dict[int, tuple[int, int]] = {}
         # By buffer: what is updated there, and not yet stored.
@@ -551,7 +558,7 @@ class PlanDraft:
             CapacityError, ConfigError: the limits allow no staging set, or no host buffer, and the
                 plan needs one.
         """
-        visits = sum(home is Home.VISITING for home in homes.values())
+        visits = [*homes.values()].count(Home.VISITING)
         if visits:
             self._check_staging()
         if self._buffer_bytes:

@@ -73,8 +73,12 @@ class Resting:
         """Return this without places for gradients and early buffers that no layout uses."""
         return replace(
             self,
-            gradients=self.gradients if any(layout.gradients for layout in layouts) else 0,
-            early=self.early if any(layout.may_be_early for layout in layouts) else 0,
+            gradients=self.gradients
+            if self.gradients and any(layout.gradients for layout in layouts)
+            else 0,
+            early=self.early
+            if self.early and any(layout.may_be_early for layout in layouts)
+            else 0,
         )
 
 

@@ -178,7 +178,8 @@ class _Placing:
             )
 
         def outlined_by(policy: OffloadPolicy) -> Outlined:
-            found, steps = policy.outline(specs, wish.rates, limits)
+            known = sizing.homes_by(policy)
+            found, steps = policy.outline(specs, wish.rates, limits, known)
             try:
                 return with_demand(found, steps)
             except CapacityError as error:
@@ -188,7 +189,7 @@ class _Placing:
             for visit in (True, False):
                 left = sizing.beside_gradients(limits, found, drives=resting.any, visit=visit)
                 with suppress(CapacityError):  # not of a policy that could do with more
-                    fewer = policy.outline(specs, wish.rates, left)
+                    fewer = policy.outline(specs, wish.rates, left, known)
                     try:
                         return with_demand(*fewer)
                     except CapacityError as error:
@@ -216,9 +217,7 @@ class _Placing:
         small = max(self.wish.small_bytes, 1)
         values = sizing.of_at_least(small) if parameters is Tier.NVME else frozenset[int]()
         resting = Resting(
-            states=frozenset(subgroup.index for subgroup in sizing.subgroups)
-            if states
-            else frozenset(),
+            states=sizing.indices if states else frozenset(),
             values=values,
             small_bytes=small,
         )
@@ -286,19 +285,19 @@ class _Placing:
         assert refused is not None, "there is a choice"
         raise again(refused)
 
-    def _homes(self) -> dict[int, Home] | None:
+    def _homes(self) -> Mapping[int, Home] | None:
         """Return where subgroups will be updated, if the policy can say it without a plan."""
         wish, sizing = self.wish, self.sizing
         policy = wish.policy
         if policy is None and not isinstance(wish.strategy, Auto):
             policy = policy_for(wish.strategy)
-        return None if policy is None else policy.homes_of(sizing.specs({}))
+        return None if policy is None else sizing.homes_by(policy)
 
     def _most_buffers(self) -> int:
         """Return how many buffers there are where the host has room for them."""
         sizing = self.sizing
         # The fp32 master and states of the largest subgroup.
-        largest = max((subgroup.numel for subgroup in sizing.subgroups), default=0)
+        largest = sizing.largest.numel if sizing.subgroups else 0
         nbytes = 4 * (1 + len(sizing.state_names)) * largest
         return max(HOST_BUFFERS, min(_MOST_BUFFERS, _MOST_BUFFER_BYTES // max(nbytes, 1)))
 
@@ -342,7 +341,7 @@ class _Placing:
                 parameters, resting=rests.of(passing.values()), layouts=passing, buffers=buffers
             )
             found = plan.outline.homes
-            if found == homes:
+            if found is homes or found == homes:
                 return plan
             homes = found
         raise ConfigError(

@@ -21,13 +21,15 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import compress
 from types import MappingProxyType
+from typing import NamedTuple
 
 from deepnvme.sizes import PAGE
 from infinity_engine.errors import CapacityError
 from infinity_engine.memory.layout import Layout
 from infinity_engine.optim import FloatFormat, Formats, Segment, Subgroup, cut_into_subgroups
-from infinity_engine.optim.policy import Limits
+from infinity_engine.optim.policy import Limits, OffloadPolicy
 from infinity_engine.placement.buffers import (
     GRADIENT_SLOTS,
     NOTHING_RESTS,
@@ -50,6 +52,7 @@ PASSING = 4
 
 # Values come to the drives in pieces of so many bytes before the first step.
 _MOST_SCRATCH = 8 << 20
+_MOST_KINDS = 8  # answers of `_kinds` that are kept
 _SPARE = 8 * PAGE  # for each place on the drives, of which there may be up to eight
 
 
@@ -70,6 +73,44 @@ class Demand:
     window: int = 0
     nvme: int = 0
     slots: Layout | None = None
+
+
+_Kind = tuple[int, Home, bool]
+"""The first subgroup that is alike, the home, and whether the subgroup is among those asked for."""
+
+
+class _Kinds(NamedTuple):
+    """The kind of each subgroup; by kind how many there are, and the number of one of them."""
+
+    of_each: Sequence[_Kind]
+    counts: Mapping[_Kind, int]
+    indices: Mapping[_Kind, int]
+
+
+class _SpecsPassing(dict[int, SubgroupSpec]):
+    """Subgroups as plans see them, which pass so many bytes of a buffer, load and store so many;
+    each made when it is asked for.
+    """
+
+    def __init__(self, subgroups: Sequence[Subgroup], passes: tuple[int, int, int]) -> None:
+        super().__init__()
+        self._subgroups = subgroups
+        self._passes = passes
+
+    def __missing__(self, index: int) -> SubgroupSpec:
+        subgroup, (buffer_bytes, load_bytes, store_bytes) = self._subgroups[index], self._passes
+        spec = self[index] = SubgroupSpec(
+            index=index,
+            numel=subgroup.numel,
+            # Numbered by their first parameters, the order of which stands for that of use.
+            first_use=index,
+            parameter_bytes=subgroup.formats.width,
+            pieces=len(subgroup.segments),
+            buffer_bytes=buffer_bytes,
+            load_bytes=load_bytes,
+            store_bytes=store_bytes,
+        )
+        return spec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,28 +187,67 @@ class Sizing:
 
         Between these: the home, and whether they are among `states`.
         """
-        indices = range(len(self.subgroups))
-        kinds = list(
-            zip(
-                self.alike,
-                map(homes.__getitem__, indices),
-                map(states.__contains__, indices),
-                strict=True,
-            )
-        )
-        one_of = dict(zip(kinds, self.subgroups, strict=True))
-        for kind, count in Counter(kinds).items():
+        kinds = self._kinds(homes, states)
+        for kind, count in kinds.counts.items():
             _, home, is_there = kind
-            yield one_of[kind], home, is_there, count
+            yield self.subgroups[kinds.indices[kind]], home, is_there, count
+
+    def _kinds(self, homes: Mapping[int, Home], states: Set[int]) -> _Kinds:
+        """Return the kind of each subgroup, updated in its home, and among `states` or not.
+
+        Placing asks this several times in a row of the same objects. So the newest answers are kept
+        by the ids of these objects, and with them, so that no other object gets such an id.
+        """
+        known, key = self._known_kinds, (id(homes), id(states))
+        if key not in known:
+            indices = range(len(self.subgroups))
+            kinds = list(
+                zip(
+                    self.alike,
+                    map(homes.__getitem__, indices),
+                    map(states.__contains__, indices),
+                    strict=True,
+                )
+            )
+            known[key] = (
+                homes,
+                states,
+                _Kinds(kinds, Counter(kinds), dict(zip(kinds, indices, strict=True))),
+            )
+            if len(known) > _MOST_KINDS:
+                del known[next(iter(known))]
+        return known[key][-1]
 
     # What a search asks for again and again, of the same subgroups.
 
     @cached_property
-    def _specs(self) -> dict[tuple[int, tuple[int, int, int]], SubgroupSpec]:
+    def _known_kinds(self) -> dict[tuple[int, int], tuple[Mapping[int, Home], Set[int], _Kinds]]:
         return {}
 
     @cached_property
-    def _layouts(self) -> dict[Hashable, dict[tuple[int, bool, Home], BufferLayout]]:
+    def indices(self) -> frozenset[int]:
+        """Those of all subgroups."""
+        return frozenset(range(len(self.subgroups)))
+
+    @cached_property
+    def _homes(self) -> dict[OffloadPolicy, Mapping[int, Home] | None]:
+        return {}
+
+    def homes_by(self, policy: OffloadPolicy) -> Mapping[int, Home] | None:
+        """Return where a policy updates subgroups: each time the same object.
+
+        None where their sizes alone do not decide that.
+        """
+        if policy not in self._homes:
+            self._homes[policy] = policy.homes_of(self._specs_in_memory)
+        return self._homes[policy]
+
+    @cached_property
+    def _specs(self) -> dict[tuple[int, int, int], _SpecsPassing]:
+        return {}
+
+    @cached_property
+    def _layouts(self) -> dict[Hashable, dict[_Kind, BufferLayout]]:
         return {}
 
     @cached_property
@@ -196,38 +276,24 @@ class Sizing:
         """Return subgroups as plans see them; those with a layout pass a buffer laid out so."""
         if not layouts:
             return self._specs_in_memory
-        known, found = self._specs, []
-        for subgroup in self.subgroups:
-            layout = layouts.get(subgroup.index)
-            passes = (
-                (0, 0, 0)
-                if layout is None
-                else (layout.nbytes, layout.load_bytes, layout.store_bytes)
-            )
-            key = subgroup.index, passes
-            if (spec := known.get(key)) is None:
-                spec = known[key] = self._spec(subgroup, *passes)
-            found.append(spec)
-        return tuple(found)
+        # Subgroups alike share a layout.
+        distinct = {id(layout): layout for layout in (None, *layouts.values())}
+        specs = {key: self._specs_passing(layout) for key, layout in distinct.items()}
+        of_each = map(layouts.get, range(len(self.subgroups)))
+        return tuple([specs[id(layout)][index] for index, layout in enumerate(of_each)])
+
+    def _specs_passing(self, layout: BufferLayout | None) -> _SpecsPassing:
+        """Return the specs of subgroups that pass a buffer laid out so: those known so far."""
+        passes = (
+            (0, 0, 0) if layout is None else (layout.nbytes, layout.load_bytes, layout.store_bytes)
+        )
+        if passes not in self._specs:
+            self._specs[passes] = _SpecsPassing(self.subgroups, passes)
+        return self._specs[passes]
 
     @cached_property
     def _specs_in_memory(self) -> tuple[SubgroupSpec, ...]:
-        return tuple(self._spec(subgroup, 0, 0, 0) for subgroup in self.subgroups)
-
-    def _spec(
-        self, subgroup: Subgroup, buffer_bytes: int, load_bytes: int, store_bytes: int
-    ) -> SubgroupSpec:
-        return SubgroupSpec(
-            index=subgroup.index,
-            numel=subgroup.numel,
-            # Numbered by their first parameters, the order of which stands for that of use.
-            first_use=subgroup.index,
-            parameter_bytes=subgroup.formats.width,
-            pieces=len(subgroup.segments),
-            buffer_bytes=buffer_bytes,
-            load_bytes=load_bytes,
-            store_bytes=store_bytes,
-        )
+        return tuple(map(self._specs_passing(None).__getitem__, range(len(self.subgroups))))
 
     def limits(self, budget: ResolvedBudget, parameters: Tier) -> Limits:
         """Return what a plan may take of the device where its parameters stay in that tier."""
@@ -280,12 +346,17 @@ class Sizing:
         self, indices: Set[int], homes: Mapping[int, Home], parameters: Tier
     ) -> frozenset[int]:
         """Return those of these subgroups with states on the host, which may rest on drives."""
+        kinds = self._kinds(homes, indices)
         there = {
-            (self.alike[subgroup.index], home)
-            for subgroup, home, _, _ in self.counted(homes, indices)
-            if home is not Home.RESIDENT and self.states_bytes(subgroup, home, parameters)
+            kind
+            for kind, index in kinds.indices.items()
+            if kind[-1]
+            and kind[1] is not Home.RESIDENT
+            and self.states_bytes(self.subgroups[index], kind[1], parameters)
         }
-        return frozenset(index for index in indices if (self.alike[index], homes[index]) in there)
+        of_each = map(there.__contains__, kinds.of_each)
+        found = frozenset(compress(range(len(self.subgroups)), of_each))
+        return self.indices if len(found) == len(self.subgroups) else found
 
     def layouts(
         self, resting: Resting, homes: Mapping[int, Home], parameters: Tier
@@ -293,14 +364,11 @@ class Sizing:
         """Return where the things of each subgroup lie in a host buffer, of which so much rests."""
         resting_alike = resting.gradients, resting.values, resting.small_bytes, parameters
         known = self._layouts.setdefault(resting_alike, {})
-        found = {}
-        for index, first in enumerate(self.alike):
-            key = first, index in resting.states, homes[index]
-            if (layout := known.get(key)) is None:
-                subgroup = self.subgroups[index]
-                layout = known[key] = self._layout(subgroup, resting, homes[index], parameters)
-            found[index] = layout
-        return found
+        kinds = self._kinds(homes, resting.states)
+        for kind, index in kinds.indices.items():
+            if kind not in known:
+                known[kind] = self._layout(self.subgroups[index], resting, kind[1], parameters)
+        return dict(enumerate(map(known.__getitem__, kinds.of_each)))
 
     def _layout(
         self, subgroup: Subgroup, resting: Resting, home: Home, parameters: Tier
@@ -664,16 +732,9 @@ class Sizing:
         yield {buffer_slot(number): nbytes for number, nbytes in enumerate(plan.buffer_bytes)}
         passing: dict[str, int] = {}
         if resting.gradients:
-            segments = [
-                (self.wire(subgroup), segment.numel)
-                for subgroup in self.subgroups
-                for segment in subgroup.segments
-            ]
-            # The longest segment and that of most bytes may be two.
-            numel = max((numel for _, numel in segments), default=1)
-            wire = align_up(max((wire * numel for wire, numel in segments), default=1), PAGE)
+            numel, wire = self._longest_segments
             count = max(GRADIENT_SLOTS, resting.gradients)
-            passing |= {gradient_slot(number): wire for number in range(count)}
+            passing |= {gradient_slot(number): align_up(wire, PAGE) for number in range(count)}
             if resting.gradients > 1:
                 passing[SUM] = align_up(4 * numel, PAGE)
         if largest_early:
@@ -681,6 +742,22 @@ class Sizing:
         yield passing
         if largest_value:
             yield {SCRATCH: min(align_up(largest_value, PAGE), _MOST_SCRATCH)}
+
+    @cached_property
+    def _longest_segments(self) -> tuple[int, int]:
+        """The elements of the longest segment, and the bytes of the longest gradient of one.
+
+        These may be two segments.
+        """
+        segments = [
+            (self.wire(self.subgroups[first]), segment.numel)
+            for first in set(self.alike)
+            for segment in self.subgroups[first].segments
+        ]
+        return (
+            max((numel for _, numel in segments), default=1),
+            max((wire * numel for wire, numel in segments), default=1),
+        )
 
     def _gradient_on_host(
         self, subgroup: Subgroup, segment: Segment, resting: Resting, *, rests: bool

@@ -141,7 +141,8 @@ class Search:
         """Refuse subgroups of which there would be more than can be planned."""
         asked, least = self._planner.subgroup_numel, self._planner.trained_numel // _MOST_SUBGROUPS
         if asked is not None and NORM_BLOCK <= asked < least:
-            expected = f"at least {least}, as more than {_MOST_SUBGROUPS:,} subgroups take minutes"
+            most = f"more than {_MOST_SUBGROUPS:,} subgroups take over ten seconds to plan"
+            expected = f"at least {least}, as {most}"
             raise ConfigError(field="subgroup_numel", value=asked, expected=expected)
 
     def look(self, *, below_ns: float = inf) -> Candidate | None:

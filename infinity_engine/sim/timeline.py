@@ -617,9 +617,10 @@ class _TimedStep:
             if needs.fetched:
                 self._provide(number, walk)
             else:
-                while not all(map(walk.has_arrived, needs.subgroups)):
-                    if not walk.poll():
-                        walk.arrive(needs.subgroups)
+                for subgroup in needs.subgroups:
+                    while not walk.has_arrived(subgroup):
+                        if not walk.poll():
+                            walk.arrive(needs.subgroups)
             duration_ns = self._disturbance.alone(needs.flops)
             end_ns = self._run(number, needs, duration_ns, self._thread.now_ns)
         walk.finish()

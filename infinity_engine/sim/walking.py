@@ -39,7 +39,8 @@ class TimedEvent:
 
     def wait(self) -> None:
         """Let the walking thread do nothing until then."""
-        self._carrier.wait_until(self.end_ns)
+        if self.end_ns > self._carrier.now_ns:
+            self._carrier.wait_until(self.end_ns)
 
 
 class TimedCarrier:

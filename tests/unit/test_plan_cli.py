@@ -991,7 +991,7 @@ def test_a_config_with_a_wrong_size_is_refused_by_the_name_of_the_option(
         (("--model", "gpt2", *DESKTOP, "--subgroup", "10"), "--subgroup: expected at least"),
         (
             ("--model", "llama-3-8b", *DESKTOP, "--subgroup", "8192"),
-            "--subgroup: expected at least 160605, as more than 50,000 subgroups take minutes",
+            "--subgroup: expected at least 160605, as more than 50,000 subgroups take over ten",
         ),
         (("--model", "gpt2", *DESKTOP, "--rates", "/absent.json"), "--rates: expected a file"),
         (("--model", "gpt2", *DESKTOP, "--tokens", "10Q"), "--tokens: expected a number such as"),

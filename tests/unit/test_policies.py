@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from importlib import import_module
 
 import pytest
 from hypothesis import assume, given, settings
@@ -27,7 +28,7 @@ from infinity_engine.optim.policies import (
     two_ended,
 )
 from infinity_engine.optim.policies.interleaved import Assignment, UpdateLayout, end_of, spread
-from infinity_engine.optim.policies.times import UpdateCosts
+from infinity_engine.optim.policies.times import LaneWork, UpdateCosts
 from infinity_engine.optim.policy import (
     Limits,
     OffloadPolicy,
@@ -379,6 +380,48 @@ def test_an_update_laid_out_without_ops_ends_when_its_plan_does(
     end_ns = end_of(assignment, UpdateCosts(subgroups, rates, limits))
 
     assert end_ns == simulate(UpdateLayout(assignment, rates, limits).plan(), rates).end_ns
+
+
+@pytest.mark.parametrize("policy", [interleaved(), two_ended()])
+def test_the_search_for_a_share_lays_out_only_what_may_end_first(
+    policy: OffloadPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    laid_out: list[Assignment] = []
+
+    def counted(assignment: Assignment, costs: UpdateCosts) -> int:
+        laid_out.append(assignment)
+        return end_of(assignment, costs)
+
+    # The package has a function of the module's name.
+    module = import_module("infinity_engine.optim.policies.interleaved")
+    monkeypatch.setattr(module, "end_of", counted)
+    subgroups = specs([7_654_321] * 613)
+    plan = policy(subgroups, H100, PLENTY)
+
+    # 31 without a bound: a grid of nine, and neighbours in ever smaller steps.
+    assert 0 < len(laid_out) <= 8
+    # The share that ends first among all: one subgroup more or less takes longer.
+    least_ns = simulate(plan, H100).end_ns
+    assert all(
+        end_of(other, UpdateCosts(subgroups, H100, PLENTY)) >= least_ns for other in laid_out
+    )
+
+
+def test_no_update_ends_before_its_busiest_lane_has_worked() -> None:
+    others, residents = specs([5_000_000] * 40), specs([5_000_000] * 50)[40:]
+    costs = UpdateCosts((*others, *residents), H100, PLENTY)
+    work = LaneWork(others, residents, costs)
+    for count in range(len(others) + 1):
+        visits = spread(others, Fraction(count, len(others)))
+        assignment = Assignment(
+            host=tuple(itertools.compress(others, [not visit for visit in visits])),
+            visiting=tuple(itertools.compress(others, visits)),
+            residents=tuple(residents),
+        )
+
+        busiest_ns = work.busiest_ns(visits)
+
+        assert busiest_ns <= end_of(assignment, costs) <= 1.3 * busiest_ns
 
 
 @pytest.mark.parametrize("policy", [interleaved(), two_ended()])

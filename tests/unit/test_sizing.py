@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import cached_property
 
@@ -9,10 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity_engine.optim import FloatFormat, Formats
+from infinity_engine.optim.policies import HOST_ONLY
 from infinity_engine.placement.buffers import Resting
+from infinity_engine.placement.placing import Wish, place
 from infinity_engine.placement.sizing import Sizing, cut
-from infinity_engine.plan import ResolvedBudget, Tier
-from infinity_engine.plan.step import Home, PlanOutline
+from infinity_engine.plan import HostOnly, Rates, ResolvedBudget, Tier
+from infinity_engine.plan.step import Home, PlanOutline, SubgroupSpec
 
 PLENTY = ResolvedBudget(device=1 << 50, host=1 << 50, nvme={})
 BF16 = Formats(parameter=FloatFormat.BF16)
@@ -103,3 +106,31 @@ def test_plans_take_as_many_bytes_whether_subgroups_are_counted_or_asked_one_by_
             )
         )
     assert answers[0] == answers[1]
+
+
+def test_a_search_asks_a_policy_once_where_it_updates() -> None:
+    asked: list[int] = []
+
+    def homes(subgroups: Sequence[SubgroupSpec]) -> dict[int, Home]:
+        asked.append(len(subgroups))
+        return {subgroup.index: Home.HOST for subgroup in subgroups}
+
+    sizing = Sizing(
+        subgroups=cut([(300_000, BF16)] * 3, 65_536),
+        state_names=("exp_avg", "exp_avg_sq"),
+        parameters=(600_000,) * 3,
+        deepest=600_000,
+        unified=False,
+    )
+    wish = Wish(
+        strategy=HostOnly(),
+        tiers=(Tier.HOST,),
+        accumulation_steps=1,
+        small_bytes=1,
+        rates=Rates(),
+        policy=replace(HOST_ONLY, homes=homes),
+    )
+    for _ in range(3):
+        place(sizing, wish, PLENTY, io_bytes=0)
+
+    assert asked == [len(sizing.subgroups)]

@@ -6,6 +6,7 @@ Called by planner and engine.
 from __future__ import annotations
 
 from fractions import Fraction
+from functools import lru_cache
 
 from infinity_engine.errors import ConfigError
 from infinity_engine.optim.policies.interleaved import INTERLEAVED, TWO_ENDED, interleaved
@@ -26,6 +27,7 @@ __all__ = ["BUILT_IN", "policy_for"]
 BUILT_IN = PolicyRegistry((DEVICE_ONLY, HOST_ONLY, INTERLEAVED, TWO_ENDED, EQ1, ALGORITHM1))
 
 
+@lru_cache(maxsize=64)
 def policy_for(strategy: Strategy) -> OffloadPolicy:
     """Return the policy that carries out a strategy.
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache, lru_cache
+from itertools import repeat
+from math import inf
 
-from infinity_engine.optim.policies.times import TimedDraft, UpdateCosts, UpdateTimes
+from infinity_engine.optim.policies.times import LaneWork, TimedDraft, UpdateCosts, UpdateTimes
 from infinity_engine.optim.policy import Limits, OffloadPolicy, split_residents
 from infinity_engine.plan.rates import Rates
 from infinity_engine.plan.step import Home, StepPlan, SubgroupSpec
@@ -206,22 +208,30 @@ def _earliest_visits(
     dozens of updates are laid out for each answer.
     """
     costs = UpdateCosts((*others, *residents), rates, limits)
+    most = len(others)
 
     def end_ns(visits: Sequence[bool]) -> int:
         return end_of(_assigned(others, visits, residents), costs)
 
+    @cache
     def evenly(count: int) -> list[bool]:
         return spread(others, Fraction(count, max(most, 1)))
 
     # Without a buffer that states on drives need, the plan or its outline is refused.
     if not costs.sets or not costs.has_buffers:
-        return [False] * len(others)
-    most = len(others)
+        return [False] * most
     # At most 2^8 layouts: few enough to make all of them.
     if 0 < most <= _FEW:
         choices = itertools.product((False, True), repeat=most)
         return min(choices, key=end_ns)
-    return evenly(_earliest(lambda count: end_ns(evenly(count)), most))
+    work = LaneWork(others, residents, costs)
+    return evenly(
+        _earliest(
+            lambda count: end_ns(evenly(count)),
+            lambda count: work.busiest_ns(evenly(count)),
+            most,
+        )
+    )
 
 
 def two_ended(*, resident: float = 0.0, name: str = "two_ended") -> OffloadPolicy:
@@ -243,7 +253,14 @@ def two_ended(*, resident: float = 0.0, name: str = "two_ended") -> OffloadPolic
             return Assignment(host=others[:first], visiting=visiting, residents=residents)
 
         most = len(others) if costs.sets and costs.has_buffers else 0
-        count = _earliest(lambda many: end_of(back(many), costs), most) if most else 0
+        count = 0
+        if most:
+            work = LaneWork(others, residents, costs)
+            count = _earliest(
+                lambda many: end_of(back(many), costs),
+                lambda many: work.busiest_ns([*repeat(False, most - many), *repeat(True, many)]),
+                most,
+            )
         return UpdateLayout(back(count), rates, limits).plan()
 
     return OffloadPolicy(name, decide)
@@ -296,15 +313,29 @@ def _staging_alone(limits: Limits, subgroups: Sequence[SubgroupSpec]) -> Limits:
     return replace(limits, resident_bytes=0, staging_bytes=staging)
 
 
-def _earliest(end_ns: Callable[[int], int], most: int) -> int:
-    """Return which of 0 to `most` visitors end first: of a grid, then ever finer."""
-    known = cache(end_ns)  # it lays out an update
+def _earliest(end_ns: Callable[[int], int], least_ns: Callable[[int], int], most: int) -> int:
+    """Return which of 0 to `most` visitors end first: of a grid, then ever finer.
+
+    None ends before its `least_ns`, which takes less time to tell than its `end_ns`.
+    """
+    known: dict[int, int] = {}  # laid out already
+
+    def first_of(counts: Collection[int]) -> int:
+        """Return the first of those that end first."""
+        found_ns = min((known[count] for count in counts if count in known), default=inf)
+        for count in sorted(set(counts).difference(known), key=least_ns):
+            if least_ns(count) > found_ns:
+                break
+            known[count] = end_ns(count)
+            found_ns = min(found_ns, known[count])
+        return min((count for count in counts if count in known), key=known.__getitem__)
+
     step = max(most // _GRID, 1)
-    best = min(range(0, most + 1, step), key=known)
+    best = first_of(range(0, most + 1, step))
     while True:
         # 0 comes first: among equal ends the present one stays, and so the search ends.
         near = (best + step * many for many in (0, -2, -1, 1, 2))
-        nearest = min((count for count in near if 0 <= count <= most), key=known)
+        nearest = first_of([count for count in near if 0 <= count <= most])
         if nearest == best and step == 1:
             return best
         step = max(step // 2, 1) if nearest == best else step

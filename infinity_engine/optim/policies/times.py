@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import compress
 from typing import NamedTuple
 
 from infinity_engine.optim.policy import Limits, PlanDraft
@@ -19,6 +20,7 @@ from infinity_engine.plan.timing import LaneClocks
 
 __all__ = [
     "HostCosts",
+    "LaneWork",
     "ResidentCosts",
     "TimedDraft",
     "UpdateCosts",
@@ -137,6 +139,48 @@ class UpdateCosts:
     def _parameters_ns(self, lane: Lane, subgroup: SubgroupSpec) -> int:
         nbytes = self._limits.parameter_bytes(subgroup)
         return self._clocks.duration_ns(lane, nbytes, subgroup.pieces)
+
+
+class LaneWork:
+    """How long each lane works at an update, by which of the `others` visit the device."""
+
+    def __init__(
+        self,
+        others: Sequence[SubgroupSpec],
+        residents: Sequence[SubgroupSpec],
+        costs: UpdateCosts,
+    ) -> None:
+        on_host = [costs.on_host(subgroup) for subgroup in others]
+        uploads = [0 if costs.at_home else costs.upload(subgroup) for subgroup in others]
+        visits = [costs.visit(subgroup) for subgroup in others]
+        staying = [costs.resident(subgroup) for subgroup in residents]
+        nothing = [0] * len(others)
+        # What each lane does for residents, and for each of the others on the host or on a visit.
+        work = (
+            (0, [cost.host_ns for cost in on_host], nothing),
+            (sum(cost.device_ns for cost in staying), nothing, [cost.device_ns for cost in visits]),
+            (0, uploads, [cost.up_ns for cost in visits]),
+            (
+                sum(cost.parameters_ns for cost in staying),
+                nothing,
+                [cost.parameters_ns + cost.down_ns for cost in visits],
+            ),
+        )
+        # With no visitors, and what each of them changes.
+        self._lanes = [
+            (fixed + sum(host), [there - here for here, there in zip(host, visiting, strict=True)])
+            for fixed, host, visiting in work
+        ]
+        # Drives do the same for both.
+        passing: list[HostCosts | ResidentCosts] = [*on_host, *staying]
+        self._drives_ns = max(
+            sum(cost.load_ns for cost in passing), sum(cost.store_ns for cost in passing)
+        )
+
+    def busiest_ns(self, visits: Sequence[bool]) -> int:
+        """Return how long the busiest lane works: no update in which these visit ends before."""
+        lanes = (none + sum(compress(changes, visits)) for none, changes in self._lanes)
+        return max(self._drives_ns, *lanes)
 
 
 class TimedDraft:
