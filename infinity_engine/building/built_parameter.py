@@ -52,8 +52,7 @@ class BuiltParameter:
         self.name = name
         self.held = 0
         self.place = place
-        self.spec: ShardSpec | None = None
-        self.part: Shard | None = None  # of this rank
+        self._cut: tuple[ShardSpec, Shard] | tuple[None, None] = (None, None)
         # On all ranks: a use gathers it, although its memory may still be here.
         self.is_away = False
         self.digest = ""  # of the whole values, where this rank has seen all of them
@@ -89,6 +88,16 @@ class BuiltParameter:
         self._kept = None
 
     @property
+    def spec(self) -> ShardSpec | None:
+        """How it is cut over ranks, where it is."""
+        return self._cut[0]
+
+    @property
+    def part(self) -> Shard | None:
+        """Of a cut parameter, the part of this rank."""
+        return self._cut[1]
+
+    @property
     def is_absent(self) -> bool:
         """Whether its values are on the drives alone."""
         # A shard of no elements has a part and no place.
@@ -107,7 +116,7 @@ class BuiltParameter:
 
     def cut(self, spec: ShardSpec | None, rank: int) -> None:
         """Have this part on the drives; None: it was never there."""
-        self.spec, self.part = spec, None if spec is None else spec.shards[rank]
+        self._cut = (None, None) if spec is None else (spec, spec.shards[rank])
 
     def mark_away(self, digest: str | None = None) -> None:
         """Mark it as away, on all ranks; `digest` is of the values that this rank has all seen."""
