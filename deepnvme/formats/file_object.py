@@ -8,6 +8,7 @@ Large reads and writes go straight between the caller's memory and the drive.
 from __future__ import annotations
 
 import io
+import operator
 import os
 import sys
 import threading
@@ -156,14 +157,14 @@ class FileObject(io.BufferedIOBase):
 
     def read(self, size: int | None = -1, /) -> bytes:
         """Return `size` bytes from the position on; without a size, all up to the end."""
-        if size is not None and size >= 0:
-            ready = self._reader.ready(self._position, size)
-            if ready is not None:
-                self._position += size
-                return ready
+        wanted = _bytes_asked(size)
+        ready = self._reader.ready(self._position, wanted)
+        if ready:
+            self._position += wanted
+            return ready
         self._begin_reading()
         left = max(0, self._file.size - self._position)
-        room = bytearray(left if size is None or size < 0 else min(size, left))
+        room = bytearray(min(wanted, left))
         done = self.readinto(room)
         return bytes(room) if done == len(room) else bytes(room[:done])
 
@@ -173,18 +174,21 @@ class FileObject(io.BufferedIOBase):
 
     def peek(self, size: int = 0, /) -> bytes:
         """Return some of the bytes at the position without moving it; none at the end."""
-        ready = self._reader.ready(self._position, max(size, 1))
-        if ready is not None:
+        return self._look(size if size > 0 else PAGE)
+
+    def _look(self, nbytes: int) -> bytes:
+        ready = self._reader.ready(self._position, nbytes)
+        if ready:
             return ready
         self._begin_reading()
-        return bytes(self._reader.part_from(self._position)[: max(size, PAGE)])
+        return bytes(self._reader.part_from(self._position)[: max(nbytes, PAGE)])
 
     def readline(self, size: int | None = -1, /) -> bytes:
         """Return the bytes up to the end of the line, at most `size`."""
-        left = sys.maxsize if size is None or size < 0 else size
-        line, look = b"", _LINE_BYTES
+        left = _bytes_asked(size)
+        line, look = bytearray(), _LINE_BYTES
         while left:
-            part = self.peek(min(left, look))[:left]
+            part = self._look(min(left, look))[:left]
             found = part.find(b"\n") + 1
             part = part[:found] if found else part
             self._position += len(part)
@@ -193,7 +197,7 @@ class FileObject(io.BufferedIOBase):
                 break
             left -= len(part)
             look = min(2 * look, self._block_bytes)
-        return line
+        return bytes(line)
 
     def write(self, data: Any, /) -> int:
         """Write `data` at the position, with "ab" at the end; it may change once this returned."""
@@ -220,6 +224,7 @@ class FileObject(io.BufferedIOBase):
         if whence == io.SEEK_END:
             # The file's size counts what was collected only then.
             self._writer.flush()
+        offset = operator.index(offset)  # numpy's own numbers would wrap around in sums
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._file.size}
         if whence not in base:
             raise ValueError(
@@ -425,11 +430,11 @@ class _BlockReader:
         self._arrived_at = 0
         self._owner = os.getpid()  # in a forked child the memory of blocks is not there
 
-    def ready(self, offset: int, nbytes: int) -> bytes | None:
-        """Return these bytes, if they are here and no call has to be made for them."""
+    def ready(self, offset: int, nbytes: int) -> bytes:
+        """Return these bytes if all are here and no call has to be made for them; else none."""
         start = offset - self._arrived_at
         if start < 0 or start + nbytes > len(self._arrived) or os.getpid() != self._owner:
-            return None
+            return b""
         return bytes(self._arrived[start : start + nbytes])
 
     def has(self, offset: int) -> bool:
@@ -587,6 +592,12 @@ class _BlockWriter:
             self._failed.append(error)
         self._under_way.popleft()
         self._buffers.append(buffer)
+
+
+def _bytes_asked(size: int | None) -> int:
+    """Return how many bytes are asked for at most."""
+    wanted = -1 if size is None else operator.index(size)
+    return wanted if wanted >= 0 else sys.maxsize
 
 
 def _instead_of(buffer: memoryview) -> memoryview:

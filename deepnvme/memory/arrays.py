@@ -225,7 +225,10 @@ def _kind_of_buffer(thing: Any) -> tuple[str, tuple[int, ...]] | None:
 
 def nbytes_at_sight(thing: Any) -> int:
     """Return the bytes of a tensor or array; 0 where it does not say them itself."""
-    nbytes = getattr(thing, "nbytes", 0)
+    try:
+        nbytes = getattr(thing, "nbytes", 0)
+    except RuntimeError:  # torch, of a sparse tensor
+        return 0
     return nbytes if isinstance(nbytes, int) else 0
 
 

@@ -20,7 +20,6 @@ from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from numbers import Real
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -91,7 +90,7 @@ class Direct(Enum):
     """Whether a file's whole pages bypass the page cache."""
 
     AUTO = _native.DirectIO.AUTOMATIC  # where the file system takes it
-    NEVER = _native.DirectIO.NEVER  # all of it goes through the page cache
+    NEVER = _native.DirectIO.NEVER  # all of it goes through the page cache, nothing is read ahead
     REQUIRED = _native.DirectIO.REQUIRED  # opening fails where it does not
 
 
@@ -844,7 +843,10 @@ class Batch:
         """
         if kind is None:
             self.wait()
-        elif not issubclass(kind, KeyboardInterrupt):
+        elif issubclass(kind, KeyboardInterrupt):
+            for future in self.futures:
+                future.done()  # submits what was only gathered: left behind, it would come late
+        else:
             self.drain()
 
 
@@ -863,13 +865,11 @@ def _terms(priority: Priority, deadline_s: Any) -> tuple[int, float]:
     """Return the priority and the deadline as native code takes them."""
     if priority is _NORMAL and deadline_s is None:
         return _USUAL_TERMS
-    if deadline_s is None:
-        deadline_s = NO_DEADLINE_S
-    elif not isinstance(deadline_s, Real):
+    if isinstance(deadline_s, str):
         raise TypeError(f"deadline_s must be a number of seconds, got {deadline_s!r}")
-    elif not float(deadline_s) >= 0:
+    seconds = NO_DEADLINE_S if deadline_s is None else min(float(deadline_s), NO_DEADLINE_S)
+    if not seconds >= 0:
         raise ValueError(f"deadline_s must not be negative, got {deadline_s}")
-    seconds = min(float(deadline_s), NO_DEADLINE_S)
     return chosen(Priority, priority, "priority").value, seconds
 
 

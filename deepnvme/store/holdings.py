@@ -238,7 +238,15 @@ class Holdings:
         """
         structure = self._tree(state)
         kinds = _leaves_of(state, structure)
-        return structure, kinds, self.hold(kinds)
+        held = self.hold(kinds)
+        for leaf, record in held.items():
+            if kinds[leaf] is Returns.BYTES and (record.dtype, len(record.shape)) != ("U8", 1):
+                self.let_go(held)
+                raise ManifestError(
+                    f"the leaf {leaf!r} is bytes, of dtype U8 and one dimension; its tensor is "
+                    f"{record.dtype} {list(record.shape)}"
+                )
+        return structure, kinds, held
 
     def let_go(self, held: Mapping[str, Record]) -> None:
         """Note that a reader of these has ended."""

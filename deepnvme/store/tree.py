@@ -81,11 +81,16 @@ def unflatten(structure: Any, tensors: Mapping[str, Any]) -> Any:
     Raises:
         ManifestError: it is not a structure that `flatten` makes, or a leaf is missing.
     """
+    blobs: dict[str, bytes] = {}
 
     def leaf(name: str, kind: Returns) -> Any:
         if name not in tensors:
             raise ValueError(f"the {kind.name.lower()} leaf {name!r} is missing")
-        return bytes(tensors[name]) if kind is Returns.BYTES else tensors[name]
+        if kind is not Returns.BYTES:
+            return tensors[name]
+        if name not in blobs:
+            blobs[name] = bytes(tensors[name])
+        return blobs[name]
 
     return _built(structure, leaf)
 

@@ -191,7 +191,7 @@ class _Groups:
         self._backend = backend
         self._world = dist.group.WORLD if own_world else None
         of = getattr(self._groups[0], "get_group_store", NoStore)  # older torch has none
-        self.store: Store = of()
+        self.store: Store = of() or NoStore()  # a group may also have been made without one
 
     def again(self, timeout_s: float) -> _Channel:
         return _Groups(self._parts, self._mine, timeout_s, own_world=False, backend=self._backend)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import compress
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from deepnvme.sizes import PAGE
 from infinity_engine.errors import CapacityError
@@ -52,7 +52,7 @@ PASSING = 4
 
 # Values come to the drives in pieces of so many bytes before the first step.
 _MOST_SCRATCH = 8 << 20
-_MOST_KINDS = 8  # answers of `_kinds` that are kept
+_MOST_KEPT = 8  # answers about all subgroups
 _SPARE = 8 * PAGE  # for each place on the drives, of which there may be up to eight
 
 
@@ -85,6 +85,12 @@ class _Kinds(NamedTuple):
     of_each: Sequence[_Kind]
     counts: Mapping[_Kind, int]
     indices: Mapping[_Kind, int]
+
+
+def _keep_newest(answers: dict[Any, Any]) -> None:
+    """Forget the oldest, where there is one too many."""
+    if len(answers) > _MOST_KEPT:
+        del answers[next(iter(answers))]
 
 
 class _SpecsPassing(dict[int, SubgroupSpec]):
@@ -214,8 +220,7 @@ class Sizing:
                 states,
                 _Kinds(kinds, Counter(kinds), dict(zip(kinds, indices, strict=True))),
             )
-            if len(known) > _MOST_KINDS:
-                del known[next(iter(known))]
+            _keep_newest(known)
         return known[key][-1]
 
     # What a search asks for again and again, of the same subgroups.
@@ -240,6 +245,7 @@ class Sizing:
         """
         if policy not in self._homes:
             self._homes[policy] = policy.homes_of(self._specs_in_memory)
+            _keep_newest(self._homes)
         return self._homes[policy]
 
     @cached_property

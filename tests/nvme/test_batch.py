@@ -20,7 +20,7 @@ from deepnvme.queue import future as future_module
 from deepnvme.queue import pending as pending_module
 from deepnvme.queue.queue import Batch
 from support.interrupts import interruptions
-from support.nvme_held import held
+from support.nvme_held import held, until
 from support.nvme_io import CHUNK, PAGE, TIMEOUT_S, contents, pattern
 
 HOLD_US = 200_000
@@ -222,6 +222,16 @@ def interrupted_after(seconds: float) -> Iterator[None]:
 def three_reads(batch: Batch, file: File, buffers: list[bytearray]) -> None:
     for number, buffer in enumerate(buffers):
         batch.pread(file, buffer, number * CHUNK)
+
+
+def test_what_an_interrupted_batch_has_gathered_is_written_at_once(tmp_path: Path) -> None:
+    """Left in the batch, it would be written later, over what came after."""
+    with IOQueue("threads") as queue, queue.open(tmp_path / "file", "w") as file:
+        batch = queue.batch()
+        batch.pwrite(file, b"kept")
+        with pytest.raises(KeyboardInterrupt), batch:
+            raise KeyboardInterrupt
+        until(lambda: (tmp_path / "file").read_bytes() == b"kept")
 
 
 @pytest.mark.parametrize("body", [Batch.wait, lambda batch: None, lambda batch: time.sleep(10)])

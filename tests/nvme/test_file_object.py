@@ -190,6 +190,41 @@ def test_lines_are_iterated_over(tmp_path: Path) -> None:
         assert list(file) == lines
 
 
+@pytest.mark.parametrize("number", [np.uint8, np.uint16, np.int64])
+def test_sizes_and_places_may_be_numbers_of_numpy(number: Any, tmp_path: Path) -> None:
+    kept = Random(0).randbytes(4 * PAGE)
+    (tmp_path / "f").write_bytes(kept)
+    with deepnvme.open(tmp_path / "f", block_bytes=PAGE) as file:
+        found = b"".join(file.read(number(200)) for _ in range(40))
+        assert (found, file.tell()) == (kept[:8000], 8000)
+        file.seek(3 * PAGE)
+        file.read(1)
+        assert file.seek(number(100)) == 100
+        assert file.read(300) == kept[100:400]
+
+
+def test_what_is_looked_at_is_more_than_a_byte_also_after_a_read(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(bytes(range(256)))
+    with opened(tmp_path / "f", "rb") as file:
+        file.read(1)
+        assert file.peek()[:4] == bytes((1, 2, 3, 4))
+        assert file.peek(2)[:2] == bytes((1, 2))
+
+
+@pytest.mark.parametrize("read", [lambda file: file.read(0), lambda file: file.read(1)])
+def test_a_closed_file_and_one_for_writing_are_not_read(
+    read: Callable[[Any], bytes], tmp_path: Path
+) -> None:
+    (tmp_path / "f").write_bytes(b"abc")
+    file = opened(tmp_path / "f", "rb")
+    file.read(1)
+    file.close()
+    with pytest.raises(ValueError, match="is closed"):
+        read(file)
+    with opened(tmp_path / "f", "wb") as file, pytest.raises(io.UnsupportedOperation):
+        read(file)
+
+
 @pytest.mark.parametrize("limit", [-1, None, 0, 1, 100, 5000])
 def test_a_line_is_read_as_from_memory_up_to_its_limit(limit: int | None, tmp_path: Path) -> None:
     """Also over the ends of blocks, where a limit counts as well."""

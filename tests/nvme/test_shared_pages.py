@@ -137,6 +137,8 @@ def test_a_read_caches_no_page_beside_those_that_it_asks_for(
         pytest.skip("this file system keeps its files in the page cache")
 
     with IOQueue(disk_backend) as queue, queue.open(path, mode, direct=direct) as file:  # type: ignore[arg-type]
+        if direct is Direct.AUTO and not file._open().direct:
+            pytest.skip("no file of this file system is written directly")
         for page in range(8):  # one after the other, as read-ahead expects
             file.pread(bytearray(PAGE), page * PAGE).result(TIMEOUT_S)
             file.pread(bytearray(100), page * PAGE + 7).result(TIMEOUT_S)

@@ -1776,6 +1776,8 @@ def test_put_copies_nothing_and_says_so(store: TensorStore, name: str) -> None:
         store.put_async("it", scattered()[name]).result()
     assert "it" not in store
 
+    with pytest.raises(TypeError, match=r"sparse|dense"):
+        store.put_async("it", torch.eye(3).to_sparse()).result()
     with pytest.raises(TypeError, match=r"Python objects.*pickle them$"):  # a copy is no help
         store.put("it", np.array([object()]))
 
@@ -2155,6 +2157,25 @@ def test_a_state_in_place_of_one_that_makes_no_sense_is_refused_and_changes_noth
             store.put_state("state", {"w": np.ones(3)})
         assert contents(store) == {"state/w": b"old", "state/x": b"old"}
         assert store.volume.free_bytes == free
+
+
+def test_bytes_of_a_tree_are_refused_where_their_tensor_has_another_dtype_or_shape(
+    store: TensorStore,
+) -> None:
+    store.put("state/a", np.zeros((4, 4), np.float32))
+    store.put_tree("state", {"dict": [["a", {"blob": "a"}]]})
+
+    with pytest.raises(ManifestError, match=r"'state/a' is bytes.*F32 \[4, 4\]"):
+        store.get_state("state")
+
+
+def test_long_bytes_in_two_places_come_back_as_one_object(store: TensorStore) -> None:
+    long = bytes(range(256)) * 40
+    store.put_state("state", {"a": long, "b": [long]})
+    found = store.get_state("state")
+
+    assert found == {"a": long, "b": [long]}
+    assert found["a"] is found["b"][0]
 
 
 def test_a_tree_that_is_changed_after_it_was_put_does_not_change_the_store(

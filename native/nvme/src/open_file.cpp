@@ -117,7 +117,8 @@ OpenFile::OpenFile(std::string path, OpenMode mode, DirectIO direct, unsigned pe
         }
         // Pages that the kernel read ahead would be stale once a direct write to these has ended,
         // here or through another handle. The drive orders requests by the pages they ask for.
-        (void)::posix_fadvise(buffered_, 0, 0, POSIX_FADV_RANDOM);
+        const bool has_direct_writes = direct == DirectIO::never || direct_ >= 0;
+        if (has_direct_writes) (void)::posix_fadvise(buffered_, 0, 0, POSIX_FADV_RANDOM);
     } catch (...) {
         close_all();
         throw;
