@@ -130,7 +130,7 @@ def explain_refusal(
     there, least = _there(planner), _least_of_each(planner)
     larger = list(_larger(planner, least=least))
     remedies = [*_left_open(planner), *larger, *_other(planner)]
-    if training.model.activations is not None:
+    if training.model.activations.are_known:
         remedies += _combined(planner, [remedy.more for remedy in larger])
     return Refusal(
         model=training.model.name,
@@ -405,10 +405,9 @@ def _lower_activations(
     """Yield what finds the smallest change of a kind that is enough, and the largest change of that
     kind; the kinds that cost least come first.
     """
-    known = training.model.activations
     yield _chunked_loss, replace(training, chunked_loss=True)
     yield _smaller_batches, _in_batches_of(training, 1)
-    if known is not None and known.inner and training.tile_positions is None:
+    if training.may_be_tiled:
         yield _tiles_of_sequence, replace(training, tile_positions=_LEAST_POSITIONS)
 
 
@@ -469,7 +468,7 @@ def _changes(planner: Planner) -> Iterator[tuple[str, Training]]:
     tiled = tiled_by_room(training.model, width=training.width, room=room)
     if tiled is not None and planner.whole_model is None:
         yield f"{tiled} (--tiling auto)", replace(training, model=tiled.model)
-    if not training.checkpointing and training.model.activations is not None:
+    if not training.checkpointing and training.model.activations.are_known:
         yield _CHECKPOINT, replace(training, checkpointing=True)
     elif not training.inputs_moved and training.input_bytes() and not planner.means.unified:
         moved = format_bytes(training.input_bytes())
@@ -496,7 +495,7 @@ def _changes(planner: Planner) -> Iterator[tuple[str, Training]]:
 
 def _chunked_loss(planner: Planner) -> Iterator[tuple[str, Training]]:
     training = planner.training
-    if not training.chunked_loss and training.model.activations is not None:
+    if not training.chunked_loss and training.model.activations.are_known:
         yield "a loss without whole logits (--loss chunked)", replace(training, chunked_loss=True)
 
 
@@ -505,8 +504,7 @@ def _tiles_of_sequence(planner: Planner) -> Iterator[tuple[str, Training]]:
     activations.
     """
     training = planner.training
-    known = training.model.activations
-    if known is None or not known.inner or training.tile_positions is not None:
+    if not training.may_be_tiled:
         return
     if 2 * training.logits_bytes() > training.activation_bytes():
         return
@@ -567,7 +565,7 @@ def _in_batches_of(training: Training, batch: int) -> Training:
 def _longest(planner: Planner) -> int:
     """Return the longest shorter sequence that fits, in steps of 128 tokens; 0 where none does."""
     training = planner.training
-    if training.model.activations is None or training.sequence <= _SHORTEST:
+    if not training.model.activations.are_known or training.sequence <= _SHORTEST:
         return 0
 
     def fits(count: int) -> bool:

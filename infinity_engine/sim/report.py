@@ -540,7 +540,7 @@ class _Holdings:
 def _notes(decision: Decision) -> Iterable[str]:
     training, means = decision.training, decision.means
     yield from training.model.notes
-    if training.model.activations is None:
+    if not training.model.activations.are_known:
         yield "activations of this model are not known, and not counted"
     if training.inputs_moved:
         place = "drives" if means.moved_inputs()[Tier.NVME] else "the host"
