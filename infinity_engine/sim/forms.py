@@ -30,7 +30,7 @@ from infinity_engine.plan import (
 )
 from infinity_engine.sim.candidate import Choice, Evaluator
 from infinity_engine.sim.estimate import Pace, StepEstimate
-from infinity_engine.sim.room import MemoryEdges, Parts
+from infinity_engine.sim.room import NO_ROOM, MemoryEdges, Parts
 
 __all__ = [
     "APART",
@@ -139,7 +139,7 @@ class Forms:
         self._means = planner.means
         self.given = None if isinstance(planner.strategy, Auto) else planner.strategy
         """The strategy that is asked for; None: any."""
-        self._rooms: dict[tuple[Family, int], MemoryEdges | None] = {}
+        self._rooms: dict[tuple[Family, int], MemoryEdges] = {}
         self._estimates: dict[tuple[Family, int], StepEstimate | None] = {}
 
     @property
@@ -214,7 +214,7 @@ class Forms:
         points, middle = self._points(family, numel)
         room = self.room(family, numel)
         for parts in points:
-            inside = parts if room is None else parts.towards(middle, _OFF * room.whole)
+            inside = parts.towards(middle, _OFF * room.whole)
             yield Form(family, parts), Form(family, inside)
 
     def _points(
@@ -224,11 +224,9 @@ class Forms:
 
         First those where edges meet, then those of a grid.
         """
-        room = None
-        if self.are_free:
-            room = self.room(family, numel)
-        if room is None:
+        if not self.are_free:
             return [Parts()], Parts()
+        room = self.room(family, numel)
         points = list(room.corners().values())
         if not family.drives and room.most_resident >= 1:
             points.append(self._split())
@@ -246,10 +244,10 @@ class Forms:
             apart.setdefault(key, parts)
         return list(apart.values()), middle
 
-    def room(self, family: Family, numel: int) -> MemoryEdges | None:
-        """Return the edges of a family's memory; None where its parameters do not fit."""
+    def room(self, family: Family, numel: int) -> MemoryEdges:
+        """Return the edges of a family's memory; NO_ROOM where its parameters do not fit."""
         if (family, numel) not in self._rooms:
-            self._rooms[family, numel] = None
+            self._rooms[family, numel] = NO_ROOM
             planner = self._planner
             sizing = planner.sizing(numel)
             with suppress(CapacityError):
@@ -352,7 +350,7 @@ class Forms:
         room = self.room(form.family, numel)
         if not self.are_free or isinf(estimate_ns):
             return entry
-        if room is None or not room.may_visit:
+        if not room.may_visit:
             return entry
         for step in _ESTIMATED_STEPS:
             while step >= room.whole / 2:
@@ -401,7 +399,7 @@ class Forms:
     def within(self, form: Form, numel: int) -> Form:
         """Return the form with parts for which there is room with subgroups of another size."""
         room = self.room(form.family, numel)
-        if room is None or room.holds(form.parts) or not room.may_visit:
+        if room.holds(form.parts) or not room.may_visit:
             return form
         return form._replace(parts=room.nearby(Parts(), form.parts.resident, form.parts.visiting))
 

@@ -259,7 +259,7 @@ class Search:
     def _downhill(self, form: Form, numel: int, steps: Iterable[float], most_work: int) -> None:
         room = self._forms.room(form.family, numel)
         here = self._try(form, numel)
-        if room is None or not room.may_visit or here is None:
+        if not room.may_visit or here is None:
             return
         for step in steps:
             if step < room.whole / 2:
