@@ -143,9 +143,14 @@ class Forms:
         self._estimates: dict[tuple[Family, int], StepEstimate | None] = {}
 
     @property
+    def has_any_strategy(self) -> bool:
+        """Whether no strategy is asked for."""
+        return self.given is None
+
+    @property
     def are_free(self) -> bool:
         """Whether parts may be chosen: two memories, and no strategy that is asked for."""
-        return self.given is None and not self._means.unified
+        return self.has_any_strategy and not self._means.unified
 
     def least_estimate_ns(self, numel: int) -> float:
         """Return the best estimate with subgroups of this size; inf where nothing seems to fit."""
@@ -265,7 +270,7 @@ class Forms:
         estimate = self._estimate_of(form.family, numel)
         if estimate is None:
             return inf
-        return estimate.ns(form.parts) if self.given is None else 0.0
+        return estimate.ns(form.parts) if self.has_any_strategy else 0.0
 
     def _estimate_of(self, family: Family, numel: int) -> StepEstimate | None:
         """Return the estimates of a family; None where activations alone take all memory."""
@@ -299,7 +304,7 @@ class Forms:
     def _families(self) -> Iterator[Family]:
         has_drives = bool(self._means.budget.nvme)
         for tier in self._tiers():
-            if self.given is not None:
+            if not self.has_any_strategy:
                 yield Family(tier, isinstance(self.given, NvmeStreamed))
                 continue
             yield Family(tier, False)
@@ -393,7 +398,7 @@ class Forms:
             for form, inside in self._all_forms(family, numel):
                 there = 0.0
                 if estimate is not None:  # which knows nothing of a strategy that is asked for
-                    there = estimate.roominess(form.parts) if self.given is None else 1.0
+                    there = estimate.roominess(form.parts) if self.has_any_strategy else 1.0
                 yield _RoomOfForm(there, form, inside)
 
     def within(self, form: Form, numel: int) -> Form:
@@ -405,7 +410,7 @@ class Forms:
 
     def choice(self, form: Form, numel: int) -> Choice:
         """Return the engine's settings for a form with subgroups of this size."""
-        strategy = form.strategy if self.given is None else self.given
+        strategy = self.given or form.strategy
         return Choice(strategy=strategy, parameters=form.family.tier, subgroup_numel=numel)
 
 

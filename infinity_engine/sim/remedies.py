@@ -261,7 +261,7 @@ def _smallest(planner: Planner, there: Needs, name: str) -> Needs | None:
     tier, before = Tier(name), _with(planner, there)
     low, most = float(getattr(there, name)), _most(planner)
     estimated = planner.strategy is None  # estimates know nothing of a strategy that is asked for
-    tiles = planner.whole_model is not None and name == _where_modules_compute(planner)
+    tiles = planner.cuts_layers and name == _where_modules_compute(planner)
 
     def raised(nbytes: float) -> Needs:
         return replace(there, **{name: int(nbytes)})
@@ -354,10 +354,10 @@ def _combined(planner: Planner, alone: list[Needs]) -> Iterator[Remedy]:
         yield from found
         alone = [*alone, *(remedy.more for remedy in found)]
     # With these, each amount takes long to find: subgroups may be many.
-    if planner.strategy is not None or planner.subgroup_numel is not None:
+    if planner.strategy is not None or not planner.has_any_size:
         return
     combined = _with_lower_activations(planner, alone, before)
-    most = _MOST_COMBINED if planner.whole_model is None else _MOST_WITH_TILES
+    most = _MOST_WITH_TILES if planner.cuts_layers else _MOST_COMBINED
     yield from islice((it for it in combined if _is_far_less(it.more, alone)), most)
 
 
@@ -466,7 +466,7 @@ def _changes(planner: Planner) -> Iterator[tuple[str, Training]]:
     training = planner.training
     room = planner.means.room_for_layers(training)
     tiled = tiled_by_room(training.model, width=training.width, room=room)
-    if tiled is not None and planner.whole_model is None:
+    if tiled is not None and not planner.cuts_layers:
         yield f"{tiled} (--tiling auto)", replace(training, model=tiled.model)
     if not training.checkpointing and training.model.activations.are_known:
         yield _CHECKPOINT, replace(training, checkpointing=True)
