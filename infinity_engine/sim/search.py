@@ -217,10 +217,11 @@ class Search:
         if expected_ns > _HOPEFUL * self._least_ns or self._work > _MOST_WORK:
             return
         found = self._try(entry.form, entry.numel)
-        if found is None and entry.inside != entry.form:
+        if found is not None:
+            if found.timeline.ns > _EXCEEDED * entry.estimate_ns:
+                self._exceeded.append(entry)
+        elif entry.inside != entry.form:
             self._try(entry.inside, entry.numel)
-        elif found is not None and found.timeline.ns > _EXCEEDED * entry.estimate_ns:
-            self._exceeded.append(entry)
 
     def _explore(self, entries: list[Ranked]) -> None:
         """Simulate more of what is estimated to be better than the best that was simulated.
