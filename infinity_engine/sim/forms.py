@@ -298,8 +298,9 @@ class Forms:
     def _split(self) -> Parts:
         """Return the split with which neither device nor host waits, where all has room."""
         rates = self._means.rates
-        host, device = rates.host_update_params_per_s, rates.device_update_params_per_s
-        return Parts(1.0 if host is None or device is None else device / (device + host))
+        # Without a rate, the host updates nothing.
+        host, device = rates.host_update_params_per_s or 0.0, rates.device_update_params_per_s
+        return Parts(device / (device + host) if device else 1.0)
 
     def _families(self) -> Iterator[Family]:
         has_drives = bool(self._means.budget.nvme)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from math import inf
+from math import inf, isinf
 from types import MappingProxyType
 
 from infinity_engine.optim import FloatFormat, Formats
@@ -286,13 +286,11 @@ def _smallest(planner: Planner, there: Needs, name: str) -> Needs | None:
         # fit worse
         start = max(low, float(planner.training.activation_bytes()), _LEAST_ROOM)
     found = _least(missing, low, start, most)
-    return None if found is None else raised(found)
+    return None if isinf(found) else raised(found)
 
 
-def _least(
-    missing: Callable[[float], float], low: float, start: float, most: float
-) -> float | None:
-    """Return the least amount of which nothing is missing; None: it is more than `most`.
+def _least(missing: Callable[[float], float], low: float, start: float, most: float) -> float:
+    """Return the least amount of which nothing is missing; inf: it is more than `most`.
 
     Of `low` something is missing, or it is the answer. What is missing leads from one amount to the
     next. Where that says too little, steps grow; where it says too much, halves decide.
@@ -310,7 +308,7 @@ def _least(
             return high
         if not below < amount < high:
             amount, less = max((1 - less) * high, (below * high) ** 0.5), min(3 * less, 0.9)
-    return None
+    return inf
 
 
 def _has_large_layers(planner: Planner) -> bool:
