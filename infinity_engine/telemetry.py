@@ -225,20 +225,18 @@ class Telemetry:
     def counter(self, name: str) -> Counter:
         """Return the counter `name`, the same one at every call."""
         # First without the lock: reading a dict is safe, and this is called for every copy.
-        known = self._counters.get(name)
-        if known is not None:
-            return known
-        with self._lock:
-            # setdefault: another thread may have made it between the look above and the lock.
-            return self._counters.setdefault(name, Counter())
+        if name not in self._counters:
+            with self._lock:
+                # setdefault: another thread may have made it between the look above and the lock.
+                self._counters.setdefault(name, Counter())
+        return self._counters[name]
 
     def gauge(self, name: str) -> Gauge:
         """Return the gauge `name`, the same one at every call."""
-        known = self._gauges.get(name)
-        if known is not None:
-            return known
-        with self._lock:
-            return self._gauges.setdefault(name, Gauge())
+        if name not in self._gauges:
+            with self._lock:
+                self._gauges.setdefault(name, Gauge())
+        return self._gauges[name]
 
     def counters(self) -> dict[str, int]:
         """Return the total of every counter."""

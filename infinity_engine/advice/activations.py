@@ -66,7 +66,7 @@ def activation_advice(decision: Decision, report: PlanReport) -> ActivationAdvic
     """Return the advice; None where activations or the rate of computing are not known."""
     training, means = decision.training, decision.means
     known, rate = training.model.activations, means.compute_rate(training)
-    if known is None or rate is None or not known.blocks:
+    if rate is None or not known.are_known:
         return None
     costs = _costs(training, means)
     room, rates = _room(training, means, report, costs[0]), _rates(means, report)
@@ -94,7 +94,6 @@ def activation_advice(decision: Decision, report: PlanReport) -> ActivationAdvic
 def _costs(training: Training, means: Means) -> list[BlockCost]:
     """Return equal costs for each block: all modules but the last one are in blocks."""
     known, rate = training.model.activations, means.compute_rate(training)
-    assert known is not None, "it was asked for"
     assert rate is not None, "it was asked for"
     modules, tokens, sequence = training.model.modules[:-1], training.tokens, training.sequence
     forward = tokens * sum(module.flops(sequence) for module in modules) / rate.forward

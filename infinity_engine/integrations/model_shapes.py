@@ -14,7 +14,13 @@ import torch
 import transformers
 
 from infinity_engine.errors import ConfigError
-from infinity_engine.placement.models import Activations, ModelShape, ModuleShape, ParameterShape
+from infinity_engine.placement.models import (
+    UNKNOWN_ACTIVATIONS,
+    Activations,
+    ModelShape,
+    ModuleShape,
+    ParameterShape,
+)
 from infinity_engine.sim.configs import model_of_config
 
 __all__ = ["shape_of_config"]
@@ -34,7 +40,7 @@ def shape_of_config(config: Mapping[str, Any], *, name: str) -> ModelShape | Non
     kind = config.get("model_type")
     notes = [f"models of type {kind} are not known: parameters are those that Transformers makes"]
     activations = _activations(config)
-    if activations is not None:
+    if activations.are_known:
         notes[0] += ", activations are an estimate by layers, width and vocabulary"
     positions = getattr(text, "max_position_embeddings", None)
     stated = getattr(model.config, "dtype", None)
@@ -61,11 +67,11 @@ def _made(config: Mapping[str, Any]) -> Any:
         return None
 
 
-def _activations(config: Mapping[str, Any]) -> Activations | None:
+def _activations(config: Mapping[str, Any]) -> Activations:
     try:
         return model_of_config(config, name="").activations
     except ConfigError:
-        return None
+        return UNKNOWN_ACTIVATIONS
 
 
 def _modules(model: torch.nn.Module, text: Any) -> Iterator[ModuleShape]:

@@ -12,6 +12,7 @@ from infinity_engine.config import EngineConfig, ParametersAt
 from infinity_engine.optim import FloatFormat, Rule
 from infinity_engine.optim.policy import OffloadPolicy
 from infinity_engine.parameters.parameters import ModelParameter, TrainedParameter
+from infinity_engine.placement.buffers import NO_LAYOUT
 from infinity_engine.placement.models import ModelShape, ModuleShape, ParameterShape
 from infinity_engine.placement.pieces import GradientPiece
 from infinity_engine.placement.placing import Plan, Wish
@@ -128,11 +129,11 @@ def pieces_of(sizing: Sizing, plan: Plan, trained: int) -> list[list[GradientPie
     homes = plan.steps.homes()
     pieces: dict[int, list[GradientPiece]] = {}
     for subgroup in sizing.subgroups:
-        layout = plan.layouts.get(subgroup.index)
+        layout = plan.layouts.get(subgroup.index, NO_LAYOUT)
         stays = sizing.gradient_stays(homes[subgroup.index], drives=plan.resting.any)
         for number, segment in enumerate(subgroup.segments):
             kept = Tier.DEVICE if stays else Tier.HOST
-            if layout is not None and number in layout.gradients:
+            if number in layout.gradients:
                 kept = Tier.NVME
             piece = GradientPiece(segment.first_element, segment.numel, kept)
             pieces.setdefault(segment.parameter, []).append(piece)

@@ -70,7 +70,7 @@ def with_lora(model: ModelShape, rank: int) -> ModelShape:
     *inner, last = model.modules
     modules = [part for module in inner for part in _adapted(module, rank)]
     known = model.activations
-    if known is not None:
+    if known.are_known:
         kept = sum(module.sides[1] + rank for module in inner if module.sides[1])
         known = replace(known, fp32=known.fp32 + -(-kept // known.blocks))
     return replace(model, modules=(*modules, _frozen(last)), activations=known)
@@ -104,7 +104,7 @@ def with_compact_base(model: ModelShape, kind: str) -> ModelShape:
     return replace(
         model,
         modules=(*modules, last),
-        activations=None if known is None else replace(known, expanded=max(expanded)),
+        activations=replace(known, expanded=max(expanded)) if known.are_known else known,
     )
 
 

@@ -17,6 +17,7 @@ from infinity_engine.units import align_up
 __all__ = [
     "GRADIENT_SLOTS",
     "NOTHING_RESTS",
+    "NO_LAYOUT",
     "SCRATCH",
     "SUM",
     "BufferLayout",
@@ -173,3 +174,17 @@ class BufferLayout:
             load_bytes=load,
             store_bytes=store,
         )
+
+
+NO_LAYOUT = BufferLayout(
+    states_bytes=0,
+    copies=0,
+    values=MappingProxyType({}),
+    gradients=MappingProxyType({}),
+    segments=0,
+    in_place=False,
+    nbytes=0,
+    load_bytes=0,
+    store_bytes=0,
+)
+"""That of a subgroup which passes no buffer."""

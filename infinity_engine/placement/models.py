@@ -11,7 +11,14 @@ from math import isqrt
 
 from infinity_engine.units import parse_bytes
 
-__all__ = ["LOSS_WORKSPACE", "Activations", "ModelShape", "ModuleShape", "ParameterShape"]
+__all__ = [
+    "LOSS_WORKSPACE",
+    "UNKNOWN_ACTIVATIONS",
+    "Activations",
+    "ModelShape",
+    "ModuleShape",
+    "ParameterShape",
+]
 
 LOSS_WORKSPACE = "64MiB"  # what the tiles of a chunked loss take
 _MOVING_INPUTS = 4  # blocks whose inputs are on their way, or fetched ahead
@@ -105,6 +112,11 @@ class Activations:
     gradients: int = 0
     """Elements of gradients that the backward of one block has at the same time, at most."""
 
+    @property
+    def are_known(self) -> bool:
+        """Whether anything is known of them; else they count as nothing."""
+        return self.blocks > 0
+
     def nbytes(
         self,
         tokens: int,
@@ -173,6 +185,9 @@ class Activations:
         return min(whole, parse_bytes(LOSS_WORKSPACE)) + tokens * width * self.hidden
 
 
+UNKNOWN_ACTIVATIONS = Activations(blocks=0, hidden=0, elements=0, fp32=0, logits=0)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
     """A model in numbers.
@@ -184,8 +199,7 @@ class ModelShape:
     modules: tuple[ModuleShape, ...]
     deepest_numel: int
     """The most elements that modules within one another need at the same time."""
-    activations: Activations | None = None
-    """None where nothing is known of them."""
+    activations: Activations = UNKNOWN_ACTIVATIONS
     positions: int | None = None
     """The longest sequence, None where there is no limit, or it is not known."""
     notes: tuple[str, ...] = ()
@@ -214,7 +228,7 @@ class ModelShape:
     @property
     def width(self) -> int:
         """The elements that a block makes of a token; if unknown, a middling product's side."""
-        if self.activations is not None:
+        if self.activations.are_known:
             return self.activations.hidden
         products = sorted(
             module.flops_per_token for module in self.modules if module.flops_per_token

@@ -32,6 +32,7 @@ from infinity_engine.optim import FloatFormat, Formats, Segment, Subgroup, cut_i
 from infinity_engine.optim.policy import Limits, OffloadPolicy
 from infinity_engine.placement.buffers import (
     GRADIENT_SLOTS,
+    NO_LAYOUT,
     NOTHING_RESTS,
     SCRATCH,
     SUM,
@@ -283,23 +284,21 @@ class Sizing:
         if not layouts:
             return self._specs_in_memory
         # Subgroups alike share a layout.
-        distinct = {id(layout): layout for layout in (None, *layouts.values())}
+        distinct = {id(layout): layout for layout in (NO_LAYOUT, *layouts.values())}
         specs = {key: self._specs_passing(layout) for key, layout in distinct.items()}
-        of_each = map(layouts.get, range(len(self.subgroups)))
+        of_each = (layouts.get(index, NO_LAYOUT) for index in range(len(self.subgroups)))
         return tuple([specs[id(layout)][index] for index, layout in enumerate(of_each)])
 
-    def _specs_passing(self, layout: BufferLayout | None) -> _SpecsPassing:
+    def _specs_passing(self, layout: BufferLayout) -> _SpecsPassing:
         """Return the specs of subgroups that pass a buffer laid out so: those known so far."""
-        passes = (
-            (0, 0, 0) if layout is None else (layout.nbytes, layout.load_bytes, layout.store_bytes)
-        )
+        passes = layout.nbytes, layout.load_bytes, layout.store_bytes
         if passes not in self._specs:
             self._specs[passes] = _SpecsPassing(self.subgroups, passes)
         return self._specs[passes]
 
     @cached_property
     def _specs_in_memory(self) -> tuple[SubgroupSpec, ...]:
-        return tuple(map(self._specs_passing(None).__getitem__, range(len(self.subgroups))))
+        return tuple(map(self._specs_passing(NO_LAYOUT).__getitem__, range(len(self.subgroups))))
 
     def limits(self, budget: ResolvedBudget, parameters: Tier) -> Limits:
         """Return what a plan may take of the device where its parameters stay in that tier."""
@@ -654,9 +653,9 @@ class Sizing:
             if self._is_on_device(home):
                 states = self.states_bytes(subgroup, Home.RESIDENT, plan.parameters)
                 device += count * (states + (self._copied(subgroup) if at_home else 0))
-            layout = layouts.get(subgroup.index)
-            if layout is None:
+            if subgroup.index not in layouts:
                 continue
+            layout = layouts[subgroup.index]
             nvme += count * self._on_drives(subgroup, layout, resting)
             if resting.early and layout.may_be_early:
                 # Early updates write to new places: the old values are needed until the step adopts

@@ -66,7 +66,7 @@ class Training:
             expected = f"at most {most} tokens, which is what {self.model.name} has positions for"
             raise ConfigError(field="sequence", value=self.sequence, expected=expected)
         known = self.model.activations
-        if self.tile_positions is not None and (known is None or not known.inner):
+        if self.tile_positions is not None and not known.inner:
             raise ConfigError(
                 field="tile_positions",
                 value=self.tile_positions,
@@ -98,6 +98,11 @@ class Training:
         """Tokens of one of several tiles; None where all tokens are computed at once."""
         return None if self.tiles == 1 else self.batch * (self.tile_positions or 1)
 
+    @property
+    def may_be_tiled(self) -> bool:
+        """Whether feed-forward blocks could compute in tiles, and do not yet."""
+        return self.tile_positions is None and self.model.activations.inner > 0
+
     def runs_again(self, place: int) -> int:
         """Return how often a backward runs the module at that place of the model again."""
         modules = self.model.modules
@@ -106,18 +111,13 @@ class Training:
 
     def activation_bytes(self) -> int:
         """Return what autograd keeps at most, 0 where that is not known."""
-        known = self.model.activations
-        return (
-            0
-            if known is None
-            else known.nbytes(
-                self.tokens,
-                width=self.width,
-                checkpointing=self.checkpointing,
-                inputs_moved=self.inputs_moved,
-                chunked_loss=self.chunked_loss,
-                tile_tokens=self.tile_tokens,
-            )
+        return self.model.activations.nbytes(
+            self.tokens,
+            width=self.width,
+            checkpointing=self.checkpointing,
+            inputs_moved=self.inputs_moved,
+            chunked_loss=self.chunked_loss,
+            tile_tokens=self.tile_tokens,
         )
 
     def gradients_in_the_making(self) -> int:
@@ -138,31 +138,22 @@ class Training:
     def input_bytes(self) -> int:
         """Return what the inputs of all blocks take, 0 where that is not known."""
         known = self.model.activations
-        return (
-            0 if known is None else known.blocks * known.input_bytes(self.tokens, width=self.width)
-        )
+        return known.blocks * known.input_bytes(self.tokens, width=self.width)
 
     def tile_bytes(self) -> int:
         """Return what one tile of the sequence takes while it computes, 0 where there are none."""
         known, tokens = self.model.activations, self.tile_tokens
-        if known is None:
-            return 0
         return known.tile_bytes(self.tokens, width=self.width, tile_tokens=tokens)
 
     def passing_bytes(self) -> int:
         """Return what comes on top of what autograd keeps for a while, 0 where it is not known."""
-        known = self.model.activations
-        if known is None:
-            return 0
-        return known.passing_bytes(
+        return self.model.activations.passing_bytes(
             self.tokens, width=self.width, chunked=self.chunked_loss, tile_tokens=self.tile_tokens
         )
 
     def logits_bytes(self) -> int:
         """Return what the logits and their loss take of that."""
         known = self.model.activations
-        if known is None:
-            return 0
         return known.logits_bytes(self.tokens, width=self.width, chunked=self.chunked_loss)
 
     def formats_of(self, parameter: ParameterShape) -> Formats:

@@ -438,22 +438,17 @@ class _Check:
         spec = self._specs[op.subgroup]
         if isinstance(op, LoadStates):
             return UpdateOnHost
-        missing = None if isinstance(op, StoreStates) else self._missing_of_update(op)
+        if isinstance(op, StoreStates):
+            return None
         # Whatever an update was, what rests on drives has to be stored after it.
-        return (
-            StoreStates
-            if missing is None and spec.on_drives and not isinstance(op, StoreStates)
-            else missing
-        )
+        return self._missing_of_update(op) or (StoreStates if spec.on_drives else None)
 
     def _missing_of_update(self, op: Op) -> type[Op] | None:
         if isinstance(op, UpdateOnHost):
             return None if self._at_home else UploadParameters
-        if isinstance(op, UpdateOnDevice):
-            if self._at_home:
-                return DownloadParameters
-            return None if op.staging is None else DownloadStates
-        if isinstance(op, DownloadParameters):
+        if isinstance(op, UpdateOnDevice) and self._at_home:
+            return DownloadParameters
+        if isinstance(op, UpdateOnDevice | DownloadParameters):
             return None if op.staging is None else DownloadStates
         return UpdateOnDevice if isinstance(op, UploadStates) else None
 

@@ -85,6 +85,16 @@ class Evaluator:
     """What `sizing` has returned, by the size of subgroups and whether there are drives; shared
     with all that are made of this one for the same training."""
 
+    @property
+    def has_any_size(self) -> bool:
+        """Whether no size of subgroups is asked for."""
+        return self.subgroup_numel is None
+
+    @property
+    def cuts_layers(self) -> bool:
+        """Whether another memory or training gets tiles of its own."""
+        return self.whole_model is not None
+
     def with_budget(self: _Maker, budget: ResolvedBudget) -> _Maker:
         """Return the same with other memory, of which moved inputs take nothing."""
         return self._given(replace(self.means, budget=budget, whole=None))

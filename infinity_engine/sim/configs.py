@@ -20,7 +20,6 @@ from infinity_engine.placement.models import Activations, ModelShape, ModuleShap
 
 __all__ = ["FAMILIES", "model_of_config", "open_config"]
 
-_MISSING = object()
 # what is more is no size that is meant
 _MOST, _MOST_TOKENS, _MOST_LAYERS, _MOST_EXPERTS = 2**24, 2**31, 1000, 1000
 
@@ -94,17 +93,20 @@ def _quantization(config: Mapping[str, object]) -> Iterator[str]:
         )
 
 
+def _stated(config: Mapping[str, object]) -> dict[str, object]:
+    """Return the fields that are not null."""
+    return {name: value for name, value in config.items() if value is not None}
+
+
 class _Fields:
     """The fields of a config.json, checked when they are read."""
 
     def __init__(self, given: Mapping[str, object]) -> None:
-        self._given = given
+        self._given = _stated(given)
 
-    def whole(self, name: str, default: object = _MISSING, *, most: int = _MOST) -> int:
+    def whole(self, name: str, default: object = None, *, most: int = _MOST) -> int:
         """Return a whole number from 1 to `most`; `default` where it is missing or null."""
-        value = self._given.get(name)
-        if value is None and default is not _MISSING:
-            value = default
+        value = self._given.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(
                 field=f"config.{name}", value=value, expected="a whole number, 1 or more"
@@ -131,16 +133,14 @@ class _Fields:
     def heads(self, hidden: int) -> _Heads:
         """Return the heads; without `head_dim` they divide the hidden elements among them."""
         number = self.whole("num_attention_heads")
-        if self._given.get("head_dim") is None:
+        if "head_dim" not in self._given:
             self.divisor("num_attention_heads", number, of="hidden_size")
         groups = self.divisor("num_key_value_heads", number, of="num_attention_heads")
         return _Heads(number, groups, self.whole("head_dim", hidden // number))
 
     def indices(self, name: str) -> frozenset[int]:
         """Return the numbers of a list; none where it is missing or null."""
-        value = self._given.get(name)
-        if value is None:
-            return frozenset()
+        value = self._given.get(name, [])
         if not isinstance(value, list) or not all(type(element) is int for element in value):
             raise ConfigError(
                 field=f"config.{name}", value=value, expected="a list of whole numbers"
@@ -149,18 +149,14 @@ class _Fields:
 
     def word(self, name: str, *, default: str) -> str:
         """Return a text."""
-        value = self._given.get(name)
-        if value is None:
-            return default
+        value = self._given.get(name, default)
         if not isinstance(value, str):
             raise ConfigError(field=f"config.{name}", value=value, expected="a text")
         return value
 
     def flag(self, name: str, *, default: bool) -> bool:
         """Return true or false."""
-        value = self._given.get(name)
-        if value is None:
-            return default
+        value = self._given.get(name, default)
         if not isinstance(value, bool):
             raise ConfigError(field=f"config.{name}", value=value, expected="true or false")
         return value
@@ -241,6 +237,9 @@ class _Experts:
     """Whether the gate is registered before them."""
     shared: int = 0
     """The inner width of what all tokens go through beside them."""
+
+
+_NO_EXPERTS = _Experts(count=0, chosen=0, inner=0, layers=frozenset(), gate_first=False)
 
 
 class _Heads(NamedTuple):
@@ -340,7 +339,7 @@ def _with_experts(config: _Fields) -> _Model:
     return _gated(config, _Gated(), experts)
 
 
-def _gated(config: _Fields, kind: _Gated, experts: _Experts | None = None) -> _Model:
+def _gated(config: _Fields, kind: _Gated, experts: _Experts = _NO_EXPERTS) -> _Model:
     hidden, inner = config.whole("hidden_size"), config.whole("intermediate_size")
     layers, vocabulary = (
         config.whole("num_hidden_layers", most=_MOST_LAYERS),
@@ -351,7 +350,7 @@ def _gated(config: _Fields, kind: _Gated, experts: _Experts | None = None) -> _M
     for layer in range(layers):
         at = f"model.layers.{layer}"
         modules += _attention(f"{at}.self_attn", kind, hidden, heads)
-        if experts is not None and layer in experts.layers:
+        if layer in experts.layers:
             modules += _mixture(f"{at}.mlp", hidden, experts)
         else:
             modules += _feed_forward(f"{at}.mlp", kind, hidden, inner)
@@ -367,13 +366,13 @@ def _gated(config: _Fields, kind: _Gated, experts: _Experts | None = None) -> _M
     )
     # Gate, its activation, up and their product; what goes into an expert and comes out of it. The
     # most of any layer.
-    one_for_all = 4 * inner if experts is None or len(experts.layers) < layers else 0
+    one_for_all = 4 * inner if len(experts.layers) < layers else 0
     mixed = (
         (4 * experts.inner + 2 * hidden) * experts.chosen + 4 * experts.shared
-        if experts is not None and experts.layers
+        if experts.layers
         else 0
     )
-    of_experts = experts.inner * experts.chosen + experts.shared if experts is not None else 0
+    of_experts = experts.inner * experts.chosen + experts.shared
     queries, keys = heads.queries, heads.keys
     normed = queries + keys if kind.norm_of != "nothing" else 0
     activations = Activations(
@@ -388,7 +387,7 @@ def _gated(config: _Fields, kind: _Gated, experts: _Experts | None = None) -> _M
         + max(one_for_all, mixed),
         fp32=len(kind.norms) * hidden + normed,
         logits=vocabulary,
-        inner=0 if experts is not None else 4 * inner,
+        inner=0 if experts.count else 4 * inner,
         # Of the product of a gate and what it lets pass, then of these two.
         gradients=2 * max(inner if one_for_all else 0, of_experts),
     )
@@ -599,19 +598,21 @@ def _alike(config: Mapping[str, object], kind: str) -> tuple[Mapping[str, object
     """
     inner = config.get("text_config")
     sizes = {**config, **inner} if isinstance(inner, Mapping) else dict(config)
+    stated = _stated(sizes)
     named = {
-        name: next((sizes[other] for other in others if sizes.get(other) is not None), None)
+        name: stated[other]
         for name, others in _OTHER_NAMES.items()
+        for other in reversed(others)  # the first one that is stated stays
+        if other in stated
     }
-    hidden = named["hidden_size"]
     planned_by = ("hidden_size", "num_hidden_layers", "vocab_size")
-    missing = [name for name in planned_by if named[name] is None]
+    missing = [name for name in planned_by if name not in named]
     if len(missing) == 1:
         expected = f"a whole number: models of type {kind} are planned by {', '.join(planned_by)}"
         raise ConfigError(field=f"config.{missing[0]}", value=None, expected=expected)
     if missing:
         raise ConfigError.unknown_name(field="config.model_type", name=kind, known=FAMILIES)
-    if named["num_attention_heads"] is None or sizes.get("state_size") is not None:
+    if "num_attention_heads" not in named or "state_size" in stated:
         expected = (
             f"a family that is known ({', '.join(FAMILIES)}), or one like these: with attention"
         )
@@ -619,16 +620,14 @@ def _alike(config: Mapping[str, object], kind: str) -> tuple[Mapping[str, object
     if sizes.get("is_encoder_decoder"):
         expected = "one stack of layers: encoders with decoders are not planned"
         raise ConfigError(field="config.is_encoder_decoder", value=True, expected=expected)
-    if isinstance(hidden, int) and named["intermediate_size"] is None:
-        named["intermediate_size"] = 4 * hidden
-    if named["num_key_value_heads"] is None and sizes.get("multi_query") is True:
-        named["num_key_value_heads"] = 1
-    found = {**sizes, **{name: value for name, value in named.items() if value is not None}}
+    if isinstance(hidden := named["hidden_size"], int):
+        named.setdefault("intermediate_size", 4 * hidden)
+    if sizes.get("multi_query") is True:
+        named.setdefault("num_key_value_heads", 1)
     # Transformers leaves out of a config.json what most families have: a tied head.
-    if found.get("tie_word_embeddings") is None:
-        found["tie_word_embeddings"] = True
+    found = {"tie_word_embeddings": True, **stated, **named}
     # 0 is how some configs say that there are none.
-    if named["num_local_experts"] not in (None, 0):
+    if named.get("num_local_experts", 0) != 0:
         return found, _with_experts
     # A gate is what activations such as silu are used with, and Gemmas; others have two products.
     activation = str(sizes.get("hidden_act", sizes.get("hidden_activation", "silu")))

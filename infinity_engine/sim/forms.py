@@ -30,7 +30,7 @@ from infinity_engine.plan import (
 )
 from infinity_engine.sim.candidate import Choice, Evaluator
 from infinity_engine.sim.estimate import Pace, StepEstimate
-from infinity_engine.sim.room import MemoryEdges, Parts
+from infinity_engine.sim.room import NO_ROOM, MemoryEdges, Parts
 
 __all__ = [
     "APART",
@@ -139,13 +139,18 @@ class Forms:
         self._means = planner.means
         self.given = None if isinstance(planner.strategy, Auto) else planner.strategy
         """The strategy that is asked for; None: any."""
-        self._rooms: dict[tuple[Family, int], MemoryEdges | None] = {}
+        self._rooms: dict[tuple[Family, int], MemoryEdges] = {}
         self._estimates: dict[tuple[Family, int], StepEstimate | None] = {}
+
+    @property
+    def has_any_strategy(self) -> bool:
+        """Whether no strategy is asked for."""
+        return self.given is None
 
     @property
     def are_free(self) -> bool:
         """Whether parts may be chosen: two memories, and no strategy that is asked for."""
-        return self.given is None and not self._means.unified
+        return self.has_any_strategy and not self._means.unified
 
     def least_estimate_ns(self, numel: int) -> float:
         """Return the best estimate with subgroups of this size; inf where nothing seems to fit."""
@@ -214,7 +219,7 @@ class Forms:
         points, middle = self._points(family, numel)
         room = self.room(family, numel)
         for parts in points:
-            inside = parts if room is None else parts.towards(middle, _OFF * room.whole)
+            inside = parts.towards(middle, _OFF * room.whole)
             yield Form(family, parts), Form(family, inside)
 
     def _points(
@@ -224,11 +229,9 @@ class Forms:
 
         First those where edges meet, then those of a grid.
         """
-        room = None
-        if self.are_free:
-            room = self.room(family, numel)
-        if room is None:
+        if not self.are_free:
             return [Parts()], Parts()
+        room = self.room(family, numel)
         points = list(room.corners().values())
         if not family.drives and room.most_resident >= 1:
             points.append(self._split())
@@ -246,10 +249,10 @@ class Forms:
             apart.setdefault(key, parts)
         return list(apart.values()), middle
 
-    def room(self, family: Family, numel: int) -> MemoryEdges | None:
-        """Return the edges of a family's memory; None where its parameters do not fit."""
+    def room(self, family: Family, numel: int) -> MemoryEdges:
+        """Return the edges of a family's memory; NO_ROOM where its parameters do not fit."""
         if (family, numel) not in self._rooms:
-            self._rooms[family, numel] = None
+            self._rooms[family, numel] = NO_ROOM
             planner = self._planner
             sizing = planner.sizing(numel)
             with suppress(CapacityError):
@@ -267,7 +270,7 @@ class Forms:
         estimate = self._estimate_of(form.family, numel)
         if estimate is None:
             return inf
-        return estimate.ns(form.parts) if self.given is None else 0.0
+        return estimate.ns(form.parts) if self.has_any_strategy else 0.0
 
     def _estimate_of(self, family: Family, numel: int) -> StepEstimate | None:
         """Return the estimates of a family; None where activations alone take all memory."""
@@ -295,13 +298,14 @@ class Forms:
     def _split(self) -> Parts:
         """Return the split with which neither device nor host waits, where all has room."""
         rates = self._means.rates
-        host, device = rates.host_update_params_per_s, rates.device_update_params_per_s
-        return Parts(1.0 if host is None or device is None else device / (device + host))
+        # Without a rate, the host updates nothing.
+        host, device = rates.host_update_params_per_s or 0.0, rates.device_update_params_per_s
+        return Parts(device / (device + host) if device else 1.0)
 
     def _families(self) -> Iterator[Family]:
         has_drives = bool(self._means.budget.nvme)
         for tier in self._tiers():
-            if self.given is not None:
+            if not self.has_any_strategy:
                 yield Family(tier, isinstance(self.given, NvmeStreamed))
                 continue
             yield Family(tier, False)
@@ -352,7 +356,7 @@ class Forms:
         room = self.room(form.family, numel)
         if not self.are_free or isinf(estimate_ns):
             return entry
-        if room is None or not room.may_visit:
+        if not room.may_visit:
             return entry
         for step in _ESTIMATED_STEPS:
             while step >= room.whole / 2:
@@ -395,19 +399,19 @@ class Forms:
             for form, inside in self._all_forms(family, numel):
                 there = 0.0
                 if estimate is not None:  # which knows nothing of a strategy that is asked for
-                    there = estimate.roominess(form.parts) if self.given is None else 1.0
+                    there = estimate.roominess(form.parts) if self.has_any_strategy else 1.0
                 yield _RoomOfForm(there, form, inside)
 
     def within(self, form: Form, numel: int) -> Form:
         """Return the form with parts for which there is room with subgroups of another size."""
         room = self.room(form.family, numel)
-        if room is None or room.holds(form.parts) or not room.may_visit:
+        if room.holds(form.parts) or not room.may_visit:
             return form
         return form._replace(parts=room.nearby(Parts(), form.parts.resident, form.parts.visiting))
 
     def choice(self, form: Form, numel: int) -> Choice:
         """Return the engine's settings for a form with subgroups of this size."""
-        strategy = form.strategy if self.given is None else self.given
+        strategy = self.given or form.strategy
         return Choice(strategy=strategy, parameters=form.family.tier, subgroup_numel=numel)
 
 

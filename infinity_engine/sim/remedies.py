@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from math import inf
+from math import inf, isinf
 from types import MappingProxyType
 
 from infinity_engine.optim import FloatFormat, Formats
@@ -130,7 +130,7 @@ def explain_refusal(
     there, least = _there(planner), _least_of_each(planner)
     larger = list(_larger(planner, least=least))
     remedies = [*_left_open(planner), *larger, *_other(planner)]
-    if training.model.activations is not None:
+    if training.model.activations.are_known:
         remedies += _combined(planner, [remedy.more for remedy in larger])
     return Refusal(
         model=training.model.name,
@@ -261,7 +261,7 @@ def _smallest(planner: Planner, there: Needs, name: str) -> Needs | None:
     tier, before = Tier(name), _with(planner, there)
     low, most = float(getattr(there, name)), _most(planner)
     estimated = planner.strategy is None  # estimates know nothing of a strategy that is asked for
-    tiles = planner.whole_model is not None and name == _where_modules_compute(planner)
+    tiles = planner.cuts_layers and name == _where_modules_compute(planner)
 
     def raised(nbytes: float) -> Needs:
         return replace(there, **{name: int(nbytes)})
@@ -286,13 +286,11 @@ def _smallest(planner: Planner, there: Needs, name: str) -> Needs | None:
         # fit worse
         start = max(low, float(planner.training.activation_bytes()), _LEAST_ROOM)
     found = _least(missing, low, start, most)
-    return None if found is None else raised(found)
+    return None if isinf(found) else raised(found)
 
 
-def _least(
-    missing: Callable[[float], float], low: float, start: float, most: float
-) -> float | None:
-    """Return the least amount of which nothing is missing; None: it is more than `most`.
+def _least(missing: Callable[[float], float], low: float, start: float, most: float) -> float:
+    """Return the least amount of which nothing is missing; inf: it is more than `most`.
 
     Of `low` something is missing, or it is the answer. What is missing leads from one amount to the
     next. Where that says too little, steps grow; where it says too much, halves decide.
@@ -310,7 +308,7 @@ def _least(
             return high
         if not below < amount < high:
             amount, less = max((1 - less) * high, (below * high) ** 0.5), min(3 * less, 0.9)
-    return None
+    return inf
 
 
 def _has_large_layers(planner: Planner) -> bool:
@@ -354,10 +352,10 @@ def _combined(planner: Planner, alone: list[Needs]) -> Iterator[Remedy]:
         yield from found
         alone = [*alone, *(remedy.more for remedy in found)]
     # With these, each amount takes long to find: subgroups may be many.
-    if planner.strategy is not None or planner.subgroup_numel is not None:
+    if planner.strategy is not None or not planner.has_any_size:
         return
     combined = _with_lower_activations(planner, alone, before)
-    most = _MOST_COMBINED if planner.whole_model is None else _MOST_WITH_TILES
+    most = _MOST_WITH_TILES if planner.cuts_layers else _MOST_COMBINED
     yield from islice((it for it in combined if _is_far_less(it.more, alone)), most)
 
 
@@ -405,10 +403,9 @@ def _lower_activations(
     """Yield what finds the smallest change of a kind that is enough, and the largest change of that
     kind; the kinds that cost least come first.
     """
-    known = training.model.activations
     yield _chunked_loss, replace(training, chunked_loss=True)
     yield _smaller_batches, _in_batches_of(training, 1)
-    if known is not None and known.inner and training.tile_positions is None:
+    if training.may_be_tiled:
         yield _tiles_of_sequence, replace(training, tile_positions=_LEAST_POSITIONS)
 
 
@@ -467,9 +464,9 @@ def _changes(planner: Planner) -> Iterator[tuple[str, Training]]:
     training = planner.training
     room = planner.means.room_for_layers(training)
     tiled = tiled_by_room(training.model, width=training.width, room=room)
-    if tiled is not None and planner.whole_model is None:
+    if tiled is not None and not planner.cuts_layers:
         yield f"{tiled} (--tiling auto)", replace(training, model=tiled.model)
-    if not training.checkpointing and training.model.activations is not None:
+    if not training.checkpointing and training.model.activations.are_known:
         yield _CHECKPOINT, replace(training, checkpointing=True)
     elif not training.inputs_moved and training.input_bytes() and not planner.means.unified:
         moved = format_bytes(training.input_bytes())
@@ -496,7 +493,7 @@ def _changes(planner: Planner) -> Iterator[tuple[str, Training]]:
 
 def _chunked_loss(planner: Planner) -> Iterator[tuple[str, Training]]:
     training = planner.training
-    if not training.chunked_loss and training.model.activations is not None:
+    if not training.chunked_loss and training.model.activations.are_known:
         yield "a loss without whole logits (--loss chunked)", replace(training, chunked_loss=True)
 
 
@@ -505,8 +502,7 @@ def _tiles_of_sequence(planner: Planner) -> Iterator[tuple[str, Training]]:
     activations.
     """
     training = planner.training
-    known = training.model.activations
-    if known is None or not known.inner or training.tile_positions is not None:
+    if not training.may_be_tiled:
         return
     if 2 * training.logits_bytes() > training.activation_bytes():
         return
@@ -567,7 +563,7 @@ def _in_batches_of(training: Training, batch: int) -> Training:
 def _longest(planner: Planner) -> int:
     """Return the longest shorter sequence that fits, in steps of 128 tokens; 0 where none does."""
     training = planner.training
-    if training.model.activations is None or training.sequence <= _SHORTEST:
+    if not training.model.activations.are_known or training.sequence <= _SHORTEST:
         return 0
 
     def fits(count: int) -> bool:

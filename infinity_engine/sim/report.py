@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from infinity_engine.placement.buffers import NO_LAYOUT
 from infinity_engine.placement.training import Means, Training
 from infinity_engine.plan import Interleaved, Lane, NvmeStreamed, Tier
 from infinity_engine.plan.step import Home, StepPlan
@@ -509,8 +510,7 @@ class _Holdings:
         for subgroup in sizing.subgroups:
             if homes[subgroup.index] is not Home.HOST and not sizing.unified:
                 continue
-            layout = plan.layouts.get(subgroup.index)
-            away = {} if layout is None else layout.gradients
+            away = plan.layouts.get(subgroup.index, NO_LAYOUT).gradients
             for number, segment in enumerate(subgroup.segments):
                 nbytes = sizing.wire(subgroup) * segment.numel
                 if number in away:
@@ -540,7 +540,7 @@ class _Holdings:
 def _notes(decision: Decision) -> Iterable[str]:
     training, means = decision.training, decision.means
     yield from training.model.notes
-    if training.model.activations is None:
+    if not training.model.activations.are_known:
         yield "activations of this model are not known, and not counted"
     if training.inputs_moved:
         place = "drives" if means.moved_inputs()[Tier.NVME] else "the host"

@@ -22,7 +22,7 @@ from infinity_engine.plan import Rates, ResolvedBudget, Tier
 from infinity_engine.plan.step import BytesPerParameter, Home
 from infinity_engine.sim.bound import update_bound
 
-__all__ = ["MemoryEdges", "Parts"]
+__all__ = ["NO_ROOM", "MemoryEdges", "Parts"]
 
 _ROUNDING = 1e-9  # of all: parts so little beyond an edge are at it
 _AHEAD = 2  # of the largest modules at once: one computes, and the next one comes
@@ -102,14 +102,16 @@ class MemoryEdges:
     @classmethod
     def of(
         cls, sizing: Sizing, means: Means, budget: ResolvedBudget, *, tier: Tier, drives: bool
-    ) -> MemoryEdges | None:
-        """Return it for the budget that plans are made with; None where parameters do not fit."""
+    ) -> MemoryEdges:
+        """Return it for the budget that plans are made with; NO_ROOM where parameters do not
+        fit.
+        """
         try:
             limits = sizing.limits(budget, tier)
         except CapacityError:
-            return None
+            return NO_ROOM
         if tier is Tier.HOST and sum(sizing.parameters) > budget.host:
-            return None
+            return NO_ROOM
         numel = sizing.numel
         largest = sizing.largest.numel
         all_states = limits.device_bytes(numel)
@@ -233,6 +235,10 @@ class MemoryEdges:
                 first, last = min(there, key=_place), max(there, key=_place)
                 found[f"middle of {number}"] = first.towards(last, first.distance(last) / 2)
         return found
+
+
+NO_ROOM = MemoryEdges(edges=(), most_resident=0.0, whole=1.0, may_visit=False)
+"""Where parameters do not fit: there is nothing to choose."""
 
 
 def _place(parts: Parts) -> tuple[float, float]:

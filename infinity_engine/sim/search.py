@@ -217,10 +217,11 @@ class Search:
         if expected_ns > _HOPEFUL * self._least_ns or self._work > _MOST_WORK:
             return
         found = self._try(entry.form, entry.numel)
-        if found is None and entry.inside != entry.form:
+        if found is not None:
+            if found.timeline.ns > _EXCEEDED * entry.estimate_ns:
+                self._exceeded.append(entry)
+        elif entry.inside != entry.form:
             self._try(entry.inside, entry.numel)
-        elif found is not None and found.timeline.ns > _EXCEEDED * entry.estimate_ns:
-            self._exceeded.append(entry)
 
     def _explore(self, entries: list[Ranked]) -> None:
         """Simulate more of what is estimated to be better than the best that was simulated.
@@ -259,7 +260,7 @@ class Search:
     def _downhill(self, form: Form, numel: int, steps: Iterable[float], most_work: int) -> None:
         room = self._forms.room(form.family, numel)
         here = self._try(form, numel)
-        if room is None or not room.may_visit or here is None:
+        if not room.may_visit or here is None:
             return
         for step in steps:
             if step < room.whole / 2:
@@ -283,7 +284,7 @@ class Search:
 
     def _other_sizes(self, entries: list[Ranked]) -> None:
         """Try other sizes: smaller subgroups have smaller buffers, larger ones fewer starts."""
-        if self._planner.subgroup_numel is not None:
+        if not self._planner.has_any_size:
             return
         best = self._best
         assert best is not None, "something fits"
@@ -346,7 +347,7 @@ class Search:
         """Try a few large subgroups, where starting an op costs time."""
         rates = self._planner.means.rates
         starts = (rates.host_start_s, rates.device_start_s, rates.copy_start_s, rates.io_start_s)
-        if self._planner.subgroup_numel is not None or not any(starts):
+        if not self._planner.has_any_size or not any(starts):
             return
         numels = self._forms.numels(FEW)
         for entry in best_of_each_kind(self._forms.entries(numels)):
@@ -379,7 +380,7 @@ class Search:
 
     def _double_or_halve(self) -> None:
         """Try the best parts with twice and half as many subgroups."""
-        if self._planner.subgroup_numel is not None:
+        if not self._planner.has_any_size:
             return
         choice, form, _ = self._ranked()[0]
         numel = choice.subgroup_numel
@@ -396,7 +397,7 @@ class Search:
         """
         choice, form, _ = self._ranked()[0]
         numel = choice.subgroup_numel // 4 // NORM_BLOCK * NORM_BLOCK
-        if self._planner.subgroup_numel is not None or not numel:
+        if not self._planner.has_any_size or not numel:
             return
         if self._planner.trained_numel // numel > COUNTS[-1]:
             return
@@ -447,7 +448,7 @@ class Search:
     def _left_to_rates(self) -> None:
         """Try the best with the share left to the policy, which knows the update alone."""
         for tried in self._ranked():
-            if self._forms.given is not None or tried.ns > _NEAR * self._least_ns:
+            if not self._forms.has_any_strategy or tried.ns > _NEAR * self._least_ns:
                 return
             choice = tried.choice
             count = self._planner.trained_numel // choice.subgroup_numel
@@ -471,7 +472,7 @@ class Search:
             choice = self._alike[key] = self._forms.choice(form, numel)
         if choice in self._tried:
             return self._tried[choice].candidate
-        if form.family.drives and self._forms.given is None:
+        if form.family.drives and self._forms.has_any_strategy:
             if key not in self._in_memory:
                 in_memory = form._replace(family=form.family._replace(drives=False))
                 self._in_memory[key] = not isinf(

@@ -16,6 +16,7 @@ from math import inf
 from operator import attrgetter
 from typing import NamedTuple
 
+from infinity_engine.placement.buffers import NO_LAYOUT
 from infinity_engine.placement.placing import Plan
 from infinity_engine.placement.sizing import Sizing
 from infinity_engine.placement.training import Means, Training
@@ -899,17 +900,16 @@ def _gradients(plan: Plan, sizing: Sizing) -> tuple[dict[int, tuple[int, int]], 
     written: dict[int, int] = {}
     layouts, unified = plan.layouts, sizing.unified
     for subgroup in sizing.subgroups:
-        layout, width = layouts.get(subgroup.index), sizing.wire(subgroup)
+        layout, width = layouts.get(subgroup.index, NO_LAYOUT), sizing.wire(subgroup)
         goes_down = homes[subgroup.index] is Home.HOST and not unified
-        gradients = () if layout is None else layout.gradients
-        if not (goes_down or gradients):
+        if not (goes_down or layout.gradients):
             continue
         for number, segment in enumerate(subgroup.segments):
             nbytes = width * segment.numel
             if goes_down:
                 before, copies = down.get(segment.parameter, (0, 0))
                 down[segment.parameter] = before + nbytes, copies + 1
-            if number in gradients:
+            if number in layout.gradients:
                 written[segment.parameter] = written.get(segment.parameter, 0) + nbytes
     return down, written
 

@@ -96,10 +96,10 @@ class RankWire:
 
     def __init__(self, ranks: int, bytes_per_s: float | None) -> None:
         self.busy_ns = 0
-        self._others = ranks - 1
-        self._bytes_per_s = bytes_per_s if ranks > 1 else None
+        # To all others; 0 where there are none, or it is not known.
+        self._s_per_byte = (ranks - 1) / Fraction(bytes_per_s) if bytes_per_s else Fraction(0)
         self._known: dict[int, int] = {}  # nanoseconds by bytes: modules are mostly alike
-        self.is_timed = self._bytes_per_s is not None
+        self.is_timed = self._s_per_byte > 0
         """Whether anything that ranks send takes time."""
         self._free_ns = 0
         self._used_ns: deque[int] = deque(maxlen=GATHERED)  # the ends of the last modules
@@ -112,19 +112,18 @@ class RankWire:
         """Gather a module's parameters, one module ahead of the one that computes; return when it
         can compute.
         """
-        if self._bytes_per_s is None or not nbytes:
+        if not self.is_timed or not nbytes:
             return after_ns
         freed_ns = self._used_ns[0] if len(self._used_ns) == GATHERED else 0
         return max(self.exchange(nbytes, freed_ns), after_ns)
 
     def exchange(self, nbytes: int, after_ns: int) -> int:
         """Let each rank send all others so many bytes; return when they have arrived."""
-        if self._bytes_per_s is None or not nbytes:
+        if not self.is_timed or not nbytes:
             return after_ns
-        duration_ns = self._known.get(nbytes)
-        if duration_ns is None:
-            duration_ns = ceil(nbytes * self._others / Fraction(self._bytes_per_s) * NS_PER_S)
-            self._known[nbytes] = duration_ns
+        if nbytes not in self._known:
+            self._known[nbytes] = ceil(nbytes * self._s_per_byte * NS_PER_S)
+        duration_ns = self._known[nbytes]
         self._free_ns = max(self._free_ns, after_ns) + duration_ns
         self.busy_ns += duration_ns
         return self._free_ns

@@ -14,7 +14,13 @@ import pytest
 from infinity_engine.advice.means import with_drives, with_links, with_updates
 from infinity_engine.optim import FloatFormat, Formats
 from infinity_engine.placement.adapters import freeze, with_lora
-from infinity_engine.placement.models import Activations, ModelShape, ModuleShape, ParameterShape
+from infinity_engine.placement.models import (
+    UNKNOWN_ACTIVATIONS,
+    Activations,
+    ModelShape,
+    ModuleShape,
+    ParameterShape,
+)
 from infinity_engine.placement.training import Means, Training
 from infinity_engine.plan import DriveRates, Rates, ResolvedBudget
 from infinity_engine.sim.planner import Planner
@@ -29,7 +35,7 @@ def equal_questions_searched_once() -> Iterator[None]:
         yield
 
 
-def model_of(*numels: int, activations: Activations | None = None) -> ModelShape:
+def model_of(*numels: int, activations: Activations = UNKNOWN_ACTIVATIONS) -> ModelShape:
     """Return a model of linear modules with so many parameters each."""
     modules = tuple(
         ModuleShape(
@@ -78,7 +84,7 @@ def random_case(seed: int) -> tuple[Training, Means]:
     model = model_of(
         *(numel for _ in range(blocks)),
         32000 * hidden,
-        activations=known if chance.random() < 0.7 else None,
+        activations=known if chance.random() < 0.7 else UNKNOWN_ACTIVATIONS,
     )
     training = training_of(
         model, bits=chance.choice([16, 16, 32]), accumulation=chance.choice([1, 1, 4])

@@ -10,6 +10,7 @@ import pytest
 
 from infinity_engine.advice.activations import _costs, _rates, _room, activation_advice
 from infinity_engine.placement.activations import BlockWay
+from infinity_engine.placement.models import UNKNOWN_ACTIVATIONS
 from infinity_engine.placement.training import Means, Training, beside_inputs
 from infinity_engine.plan import (
     BlockRates,
@@ -141,7 +142,7 @@ def _decided(of: Training) -> tuple[Decision, PlanReport]:
 
 def test_nothing_is_said_where_computing_or_activations_are_not_known() -> None:
     assert advice(training(), means(70, None)) is None
-    unknown = replace(MODEL, activations=None)
+    unknown = replace(MODEL, activations=UNKNOWN_ACTIVATIONS)
     assert advice(replace(training(), model=unknown), means(70)) is None
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from infinity_engine.placement.training import Means
 from infinity_engine.plan import Rates, ResolvedBudget, Tier
-from infinity_engine.sim.room import MemoryEdges, Parts
+from infinity_engine.sim.room import NO_ROOM, MemoryEdges, Parts
 from infinity_engine.units import GB
 from support.plannings import model_of, random_case, training_of
 
@@ -33,7 +33,7 @@ def room_of(
     )
     sizing = means.sizing(SMALL, 5_000_000)
     found = MemoryEdges.of(sizing, means, means.budget, tier=tier, drives=False)
-    assert found is not None
+    assert found is not NO_ROOM
     return found
 
 
@@ -53,11 +53,11 @@ def test_corners_are_parts_of_all_for_which_there_is_room(seed: int, drives: boo
     sizing = means.sizing(training, training.model.numel // 64)
     for tier in Tier if drives else (Tier.DEVICE, Tier.HOST):
         room = MemoryEdges.of(sizing, means, means.budget, tier=tier, drives=drives)
-        corners = {} if room is None else room.corners()
+        corners = room.corners()
         corners.pop("most", None)  # stages nothing
         corners.pop("nothing", None)  # is there whether or not it fits
         for parts in corners.values():
-            assert room is not None
+            assert room is not NO_ROOM
             assert room.holds(parts)
             assert -1e-9 <= parts.resident <= 1 + 1e-9
             assert -1e-9 <= parts.visiting <= 1 - parts.resident + 1e-9
@@ -79,8 +79,8 @@ def test_parameters_that_do_not_fit_leave_no_room() -> None:
     means = Means(budget=ResolvedBudget(device=GB // 2, host=100 * GB), rates=RATES)
     sizing = means.sizing(SMALL, 5_000_000)
 
-    assert MemoryEdges.of(sizing, means, means.budget, tier=Tier.DEVICE, drives=False) is None
-    assert MemoryEdges.of(sizing, means, means.budget, tier=Tier.HOST, drives=False) is not None
+    assert MemoryEdges.of(sizing, means, means.budget, tier=Tier.DEVICE, drives=False) is NO_ROOM
+    assert MemoryEdges.of(sizing, means, means.budget, tier=Tier.HOST, drives=False) is not NO_ROOM
 
 
 def test_without_rates_of_links_nothing_visits() -> None:

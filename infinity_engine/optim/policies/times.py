@@ -87,11 +87,11 @@ class UpdateCosts:
 
     def visit(self, subgroup: SubgroupSpec) -> VisitCosts:
         """Return what the subgroup's visit takes."""
-        known = self._visits.get(subgroup.index)
-        if known is None:
+        index = subgroup.index
+        if index not in self._visits:
             nbytes = subgroup.numel * self._limits.per_parameter.states
             there = self.resident(subgroup)
-            known = self._visits[subgroup.index] = VisitCosts(
+            self._visits[index] = VisitCosts(
                 self._clocks.duration_ns(Lane.H2D, nbytes),
                 there.device_ns,
                 there.parameters_ns,
@@ -99,33 +99,33 @@ class UpdateCosts:
                 there.load_ns,
                 there.store_ns,
             )
-        return known
+        return self._visits[index]
 
     def resident(self, subgroup: SubgroupSpec) -> ResidentCosts:
         """Return what the subgroup's update takes where its states are on the device."""
-        known = self._residents.get(subgroup.index)
-        if known is None:
-            known = self._residents[subgroup.index] = ResidentCosts(
+        index = subgroup.index
+        if index not in self._residents:
+            self._residents[index] = ResidentCosts(
                 self._clocks.duration_ns(Lane.DEVICE, subgroup.numel),
                 self._parameters_ns(Lane.D2H, subgroup) if self.at_home else 0,
                 *self._drives(subgroup),
             )
-        return known
+        return self._residents[index]
 
     def on_host(self, subgroup: SubgroupSpec) -> HostCosts:
         """Return what the subgroup's update by the CPU takes."""
-        known = self._on_host.get(subgroup.index)
-        if known is None:
+        index = subgroup.index
+        if index not in self._on_host:
             host_ns = self._clocks.duration_ns(Lane.HOST, subgroup.numel)
-            known = self._on_host[subgroup.index] = HostCosts(host_ns, *self._drives(subgroup))
-        return known
+            self._on_host[index] = HostCosts(host_ns, *self._drives(subgroup))
+        return self._on_host[index]
 
     def upload(self, subgroup: SubgroupSpec) -> int:
         """Return how long the subgroup's parameters go up."""
-        known = self._uploads.get(subgroup.index)
-        if known is None:
-            known = self._uploads[subgroup.index] = self._parameters_ns(Lane.H2D, subgroup)
-        return known
+        index = subgroup.index
+        if index not in self._uploads:
+            self._uploads[index] = self._parameters_ns(Lane.H2D, subgroup)
+        return self._uploads[index]
 
     def _drives(self, subgroup: SubgroupSpec) -> tuple[int, int]:
         """Return how long the subgroup's load and its store take."""
