@@ -433,15 +433,18 @@ def test_negative_sizes_and_offsets_are_refused(tmp_path: Path, queue: IOQueue) 
                 call()
 
 
-def test_an_offset_is_an_integer_of_any_kind_and_nothing_else(
+def test_an_offset_is_an_integer_of_any_kind_or_a_size_in_text_and_nothing_else(
     tmp_path: Path, queue: IOQueue
 ) -> None:
     buffer = bytearray(2)
     with queue.open(tmp_path / "file", "w") as file:
         file.pwrite(b"abcd", np.int64(0)).result(TIMEOUT_S)
         file.pread(buffer, np.uint8(2)).result(TIMEOUT_S)
+        file.pread(buffer, "2B").result(TIMEOUT_S)  # type: ignore[arg-type]
         for offset in (1.0, "1", None):
-            with pytest.raises(TypeError):
+            with pytest.raises(
+                (TypeError, ValueError), match=r"^offset(:| must be a whole number)"
+            ):
                 file.pread(buffer, offset)  # type: ignore[arg-type]
     assert buffer == b"cd"
     buffer.append(0)  # nothing refused holds on to it
