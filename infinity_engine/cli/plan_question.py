@@ -167,7 +167,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 def given_in(options: argparse.Namespace, *names: str) -> dict[str, Any]:
     """Return those of the options that were given, or have a default."""
-    values = {name: getattr(options, name) for name in names}
+    values = {name: getattr(options, name, None) for name in names}
     return {name: value for name, value in values.items() if value is not None}
 
 
