@@ -400,7 +400,7 @@ def test_the_search_for_a_share_lays_out_only_what_may_end_first(
 
     # 31 without a bound: a grid of nine, and neighbours in ever smaller steps.
     assert 0 < len(laid_out) <= 8
-    # The share that ends first among all: one subgroup more or less takes longer.
+    # Of those that are laid out, the one that ends first is planned.
     least_ns = simulate(plan, H100).end_ns
     assert all(
         end_of(other, UpdateCosts(subgroups, H100, PLENTY)) >= least_ns for other in laid_out
