@@ -8,11 +8,11 @@ stores here, too.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from deepnvme.choices import as_bytes, byte_count
 from deepnvme.formats.safetensors import METADATA
@@ -22,19 +22,17 @@ from deepnvme.sizes import whole_pages
 from deepnvme.store.store import Checksum, Durability, TensorStore
 from deepnvme.store.tree import flatten
 from deepnvme.volume.member import DATA, Access
-from deepnvme.volume.volume import Member, Volume
+from deepnvme.volume.volume import Member, Members, Volume, members_of
 
 __all__ = ["STATE", "capacity_for", "load", "new_store", "save"]
 
 STATE = "state"
 """The name of a state dict, unless the caller gives another."""
 
-_Directory: TypeAlias = "str | os.PathLike[str] | Member"
-
 
 def save(
     state: Any,
-    directories: _Directory | Sequence[_Directory],
+    directories: Members,
     *,
     name: str = STATE,
     capacity: int | str | None = None,
@@ -60,18 +58,15 @@ def save(
         TypeError: something in the state cannot be kept: where, and what to do.
         OSError: a directory holds something else, or cannot be written.
     """
-    members = _members(directories)
+    members = members_of(directories)
     reserved = None if capacity is None else byte_count("capacity", capacity)
     # Before a store is made or grown: what cannot be kept is refused with nothing changed.
     _, leaves = flatten(state)
     needed = capacity_for(storable(leaf).nbytes for leaf in leaves.values())
     # A link that leads nowhere counts: opening it then says what is wrong.
-    if any(os.path.lexists(_path(member) / DATA) for member in members):
+    if any(os.path.lexists(Path(member.path) / DATA) for member in members):
         # A store keeps the capacities and rates that it was made with.
-        as_made = [
-            replace(member, rate=None, capacity=None) if isinstance(member, Member) else member
-            for member in members
-        ]
+        as_made = [replace(member, rate=None, capacity=None) for member in members]
         least = reserved or sum(map(_capacity_of, members))
         with TensorStore.open(
             as_made, durability=durability, checksum=checksum, queue=queue
@@ -92,7 +87,7 @@ def save(
 
 
 def load(
-    directories: _Directory | Sequence[_Directory],
+    directories: Members,
     *,
     name: str = STATE,
     generation: int | None = None,
@@ -110,7 +105,7 @@ def load(
         StoreError: there is no commit, not that one, or a damaged one.
         VolumeError: a directory is missing, foreign, or open for writing in another process.
     """
-    members = _members(directories)
+    members = members_of(directories)
     with TensorStore.open(members, access=Access.READ, generation=generation, queue=queue) as store:
         # `deepnvme cp` keeps the metadata of a file as a state dict, and the tensors beside it.
         if name == STATE and len(store) and set(store.states) <= {METADATA}:
@@ -125,7 +120,7 @@ def capacity_for(sizes: Iterable[int]) -> int:
 
 @contextmanager
 def new_store(
-    directories: Sequence[_Directory],
+    directories: Members,
     capacity: int | None,
     *,
     durability: Durability = Durability.COMMIT,
@@ -153,16 +148,6 @@ def _make_room(volume: Volume, needed: int, capacity: int) -> None:
         volume.grow(missing)
 
 
-def _members(directories: _Directory | Sequence[_Directory]) -> list[_Directory]:
-    return (
-        [directories] if isinstance(directories, (str, os.PathLike, Member)) else list(directories)
-    )
-
-
-def _capacity_of(member: _Directory) -> int:
-    """Return the capacity that a `Member` asks for; 0 where it asks for none."""
-    return as_bytes(member.capacity or 0) if isinstance(member, Member) else 0
-
-
-def _path(member: _Directory) -> Path:
-    return Path(member.path if isinstance(member, Member) else member)
+def _capacity_of(member: Member) -> int:
+    """Return the capacity that it asks for; 0 where it asks for none."""
+    return as_bytes(member.capacity or 0)

@@ -428,7 +428,7 @@ class IOQueue(Closing):
         verb: _native.Verb,
         file: _native.OpenFile,
         buffer: Any,
-        offset: int,
+        offset: int | str,
         at_end: _native.AtEndOfFile = _FAILS,
         *,
         priority: Priority = Priority.NORMAL,
@@ -469,7 +469,7 @@ class IOQueue(Closing):
         offset = self._checked(offset, array.nbytes)
         return self._staging.submit(verb, file, array, offset, at_end)
 
-    def _checked(self, offset: int, nbytes: int) -> int:
+    def _checked(self, offset: int | str, nbytes: int) -> int:
         """Check an operation's offset, and that the queue is open; return it as a number."""
         offset = byte_count("offset", offset)
         _check_range("offset", offset, nbytes)
@@ -494,7 +494,7 @@ class IOQueue(Closing):
         )
 
     def _gather(
-        self, verb: _native.Verb, file: _native.OpenFile, buffer: Any, offset: int
+        self, verb: _native.Verb, file: _native.OpenFile, buffer: Any, offset: int | str
     ) -> IOFuture[int]:
         """Submit a read or write together with others of a batch, where that is possible."""
         # Gathered, it could not raise: it would be sent when this call has returned.
@@ -575,7 +575,7 @@ class File(Closing):
     def pread(
         self,
         buffer: Any,
-        offset: int = 0,
+        offset: int | str = 0,
         *,
         priority: Priority = Priority.NORMAL,
         deadline_s: float | None = None,
@@ -599,7 +599,7 @@ class File(Closing):
     def readinto(
         self,
         buffer: Any,
-        offset: int = 0,
+        offset: int | str = 0,
         *,
         priority: Priority = Priority.NORMAL,
         deadline_s: float | None = None,
@@ -633,7 +633,7 @@ class File(Closing):
     def pwrite(
         self,
         buffer: Any,
-        offset: int = 0,
+        offset: int | str = 0,
         *,
         priority: Priority = Priority.NORMAL,
         deadline_s: float | None = None,
@@ -791,11 +791,11 @@ class Batch:
     def __init__(self) -> None:
         self.futures: list[IOFuture[int]] = []
 
-    def pread(self, file: File, buffer: Any, offset: int = 0) -> None:
+    def pread(self, file: File, buffer: Any, offset: int | str = 0) -> None:
         """As `File.pread`."""
         self.futures.append(file._queue._gather(_READ, file._open(), buffer, offset))
 
-    def pwrite(self, file: File, buffer: Any, offset: int = 0) -> None:
+    def pwrite(self, file: File, buffer: Any, offset: int | str = 0) -> None:
         """As `File.pwrite`."""
         self.futures.append(file._queue._gather(_WRITE, file._open(), buffer, offset))
 

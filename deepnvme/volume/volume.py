@@ -42,12 +42,13 @@ from deepnvme.sizes import PAGE, whole_pages
 from deepnvme.volume.extents import Extent, SpaceMap
 from deepnvme.volume.member import MEASURED_BYTES, Access, Header, MemberFile, measure_rates
 
-__all__ = ["Member", "MemberStats", "Members", "Volume"]
+__all__ = ["Member", "MemberStats", "Members", "Volume", "members_of"]
 
-_Directory: TypeAlias = "Member | str | os.PathLike[str]"
+_Directory: TypeAlias = "Member | str | bytes | os.PathLike[str]"
 _Verb = Callable[[MemberFile, Memory, int], IOFuture[int]]
 
 _LARGEST = (1 << 63) - 2 * PAGE  # bytes that a file can hold behind the header
+_DIRECTORIES = "expected a directory, or a list of directories, one per drive; got {got}"
 _STRIPED = 1 << 20  # bytes per member from which on an allocation is split over all members
 
 
@@ -181,7 +182,7 @@ class Volume(Closing):
             VolumeLockedError: another process has it open for writing, or for reading where
                 `access` is for writing.
         """
-        specs = _specs(members)
+        specs = members_of(members)
         access = chosen(Access, access, "access")
         _check_apart(specs)
         for spec in specs:
@@ -651,7 +652,7 @@ def _made(
     queue: IOQueue | None,
     make: Callable[[Path], MemberFile],
 ) -> Volume:
-    specs = _specs(members)
+    specs = members_of(members)
     capacity = None if capacity is None else as_bytes(capacity)
     _check_asked(specs, capacity)
     with ExitStack() as undo:
@@ -683,10 +684,18 @@ def _made(
     return volume
 
 
-def _specs(members: Members) -> list[Member]:
-    if isinstance(members, (str, os.PathLike, Member)):
+def members_of(members: Members) -> list[Member]:
+    """Return a `Member` for every directory that is given.
+
+    Raises:
+        TypeError: something there names no directory.
+    """
+    if isinstance(members, (str, bytes, os.PathLike, Member)):
         members = [members]
-    specs = [_spec(member) for member in members]
+    try:
+        specs = [_spec(member) for member in members]
+    except TypeError:
+        raise TypeError(_DIRECTORIES.format(got=repr(members))) from None
     if not specs:
         raise ValueError("a volume has at least one member; got none")
     return specs
@@ -694,10 +703,10 @@ def _specs(members: Members) -> list[Member]:
 
 def _spec(member: _Directory) -> Member:
     if not isinstance(member, Member):
-        return Member(member)
+        return Member(os.fsdecode(member))
     if isinstance(member.capacity, str):
-        return replace(member, capacity=as_bytes(member.capacity))
-    return member
+        member = replace(member, capacity=as_bytes(member.capacity))
+    return replace(member, path=os.fspath(member.path))
 
 
 def _check_apart(specs: Sequence[Member]) -> None:

@@ -45,13 +45,13 @@ class FarMemory(File):
         if int(nbytes) > self._bytes.size:
             self.truncate(nbytes)
 
-    def pread(self, buffer: Any, offset: int = 0, **_: Any) -> IOFuture[int]:
+    def pread(self, buffer: Any, offset: int | str = 0, **_: Any) -> IOFuture[int]:
         memory = memory_of(buffer, writable=True)
-        return cast("IOFuture[int]", self._thread.submit(self._read, memory, offset))
+        return cast("IOFuture[int]", self._thread.submit(self._read, memory, int(offset)))
 
-    def pwrite(self, buffer: Any, offset: int = 0, **_: Any) -> IOFuture[int]:
+    def pwrite(self, buffer: Any, offset: int | str = 0, **_: Any) -> IOFuture[int]:
         memory = memory_of(buffer, writable=False)
-        return cast("IOFuture[int]", self._thread.submit(self._write, memory, offset))
+        return cast("IOFuture[int]", self._thread.submit(self._write, memory, int(offset)))
 
     def close(self) -> None:
         super().close()

@@ -440,7 +440,7 @@ def test_an_offset_is_an_integer_of_any_kind_or_a_size_in_text_and_nothing_else(
     with queue.open(tmp_path / "file", "w") as file:
         file.pwrite(b"abcd", np.int64(0)).result(TIMEOUT_S)
         file.pread(buffer, np.uint8(2)).result(TIMEOUT_S)
-        file.pread(buffer, "2B").result(TIMEOUT_S)  # type: ignore[arg-type]
+        file.pread(buffer, "2B").result(TIMEOUT_S)
         for offset in (1.0, "1", None):
             with pytest.raises(
                 (TypeError, ValueError), match=r"^offset(:| must be a whole number)"

@@ -31,6 +31,7 @@ from deepnvme import (
     NVMeError,
     QueueFull,
     Requests,
+    TensorStore,
     WhenFull,
 )
 from deepnvme.errors import VolumeError, VolumeFullError, VolumeLockedError
@@ -990,6 +991,21 @@ def test_a_discarded_volume_leaves_nothing(tmp_path: Path, plain_queue: IOQueue)
     volume.discard()
     assert volume.closed
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("given", [None, 3, [None], [3], [Member(None)]])  # type: ignore[arg-type]
+def test_what_names_no_directory_is_refused_in_words(given: Any) -> None:
+    for made in (Volume.create, Volume.open, Volume.temporary, TensorStore.create):
+        with pytest.raises(TypeError, match="expected a directory, or a list of directories, one"):
+            made(given)
+
+
+def test_directories_may_be_bytes(tmp_path: Path, plain_queue: IOQueue) -> None:
+    path = os.fsencode(tmp_path / "0")
+    for given in (path, [path]):
+        with Volume.create(given, MIB, queue=plain_queue) as volume:
+            volume.discard()
+        assert not list(tmp_path.iterdir())
 
 
 def test_a_volume_tells_queue_and_capacity_of_each_member(
