@@ -310,6 +310,9 @@ class Bench:
 
 def _value(wanted: _Wanted, measured: Mapping[str, float]) -> float:
     """Compute a figure within one round."""
+    missing = [name for name in wanted.uses if name not in measured]
+    if missing:
+        raise UnavailableError(f"a round measured no {missing[0]}")
     used = [measured[name] for name in wanted.uses]
     try:
         value = wanted.value(*used)
@@ -430,8 +433,8 @@ def _run_shown(bench: Bench, rounds: int) -> list[Figure]:
     for title in ("median", "min", "max", "MAD"):
         measured.add_column(title, justify="right")
     measured.add_column("unit")
-    for name in bench.rounds[0] if bench.rounds else ():
-        numbers = spread(one[name] for one in bench.rounds)
+    for name in _measured_in(bench.rounds):
+        numbers = spread(one[name] for one in bench.rounds if name in one)
         cells = (_number(each) for each in (numbers.median, numbers.low, numbers.high, numbers.mad))
         measured.add_row(name, *cells, bench.units[name.split(": ")[0]])
     console.print(measured)
@@ -534,16 +537,24 @@ def _every_round(result: Document) -> tuple[Sequence[str], list[Sequence[str]]]:
     round by round.
     """
     rounds = result["rounds"]
-    numbers = {
-        name: [measured[name] for measured in rounds] for name in (rounds[0] if rounds else ())
-    }
+    numbers = {name: [measured.get(name) for measured in rounds] for name in _measured_in(rounds)}
     numbers |= {
         f"figure: {figure['name']}": figure["rounds"]
         for figure in result["figures"]
         if figure["rounds"]
     }
     titles = ("", *map(str, range(1, len(rounds) + 1)))
-    return titles, [(name, *map(_number, listed)) for name, listed in numbers.items()]
+    return titles, [
+        (name, *("" if number is None else _number(number) for number in listed))
+        for name, listed in numbers.items()
+    ]
+
+
+def _measured_in(rounds: Iterable[Mapping[str, float]]) -> list[str]:
+    """Return all that was measured in some round: a plan, for one, need not have the same phases in
+    each.
+    """
+    return list(dict.fromkeys(name for measured in rounds for name in measured))
 
 
 def _is_quick(result: Document) -> bool:

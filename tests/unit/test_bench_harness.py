@@ -467,6 +467,30 @@ def test_a_bench_script_prints_its_table_and_writes_its_json(
     assert {"name", "cpu", "cores", "memory", "gpus"} <= set(result["machine"])
 
 
+def test_a_bench_script_shows_what_only_some_rounds_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    phases = SCRIPT.replace(
+        "lambda: 2.0 if run.quick else 1.0",
+        "lambda: {'update': 1.0} | ({} if len(run.rounds) == 2 else {'overlap': 3.0})",
+    ).replace('uses=["ours"]', 'uses=["ours: update"]')
+    figure = 'run.figure("late", unit="s", target="<= 1.5", uses=["ours: overlap"])'
+    (tmp_path / "mine").write_text(phases)
+
+    done = program(tmp_path / "mine", "--json", tmp_path / "raw.json", monkeypatch=monkeypatch)
+
+    assert done.returncode == 0, done.stderr
+    assert "ours: overlap" in done.stdout
+    result = json.loads((tmp_path / "raw.json").read_text())
+    assert "| ours: overlap | 3 | 3 |  |" in bench.render(result)
+    # A figure of it has no value, and the others keep theirs.
+    (tmp_path / "mine").write_text(phases.replace("if __name__", f"    {figure}\nif __name__", 1))
+    done = program(tmp_path / "mine", "--json", tmp_path / "raw.json", monkeypatch=monkeypatch)
+    [update, late] = json.loads((tmp_path / "raw.json").read_text())["figures"]
+    assert (update["value"], late["value"]) == (1.0, None)
+    assert late["reason"] == "a round measured no ours: overlap"
+
+
 def test_a_bench_script_is_told_which_of_its_own_flags_were_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
