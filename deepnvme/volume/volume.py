@@ -706,7 +706,7 @@ def _spec(member: _Directory) -> Member:
         return Member(os.fsdecode(member))
     if isinstance(member.capacity, str):
         member = replace(member, capacity=as_bytes(member.capacity))
-    return replace(member, path=os.fspath(member.path))
+    return replace(member, path=os.fsdecode(member.path))
 
 
 def _check_apart(specs: Sequence[Member]) -> None:

@@ -1002,7 +1002,7 @@ def test_what_names_no_directory_is_refused_in_words(given: Any) -> None:
 
 def test_directories_may_be_bytes(tmp_path: Path, plain_queue: IOQueue) -> None:
     path = os.fsencode(tmp_path / "0")
-    for given in (path, [path]):
+    for given in (path, [path], Member(path)):  # type: ignore[arg-type]
         with Volume.create(given, MIB, queue=plain_queue) as volume:
             volume.discard()
         assert not list(tmp_path.iterdir())
