@@ -221,7 +221,9 @@ class IOFuture(concurrent.futures.Future[_T]):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the end, at most `timeout` seconds; return the error, None after success."""
-        return super().exception(self._wait(timeout))
+        left = self._wait(timeout)
+        # As in result().
+        return self._exception if self._state == _FINISHED else super().exception(left)
 
     def add_done_callback(self, fn: Callable[[concurrent.futures.Future[_T]], object]) -> None:
         """Call `fn` with this future at its end.
