@@ -7,7 +7,10 @@ import enum
 import os
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
+
+_Future = TypeVar("_Future", bound="FutureBase")
+_Complete: TypeAlias = Callable[[list[tuple[int, int, int, int]], list[Any]], list[int]]
 
 class UringProbe:
     @property
@@ -95,7 +98,7 @@ class BufferView:
 
 class HeldViews: ...
 
-def held(view: memoryview, writable: bool) -> tuple[int, int, memoryview]: ...
+def held(view: object, writable: bool) -> tuple[int, int, memoryview] | None: ...
 def held_each(
     views: Sequence[object], offsets: list[int], numbers: array[int], writable: bool
 ) -> tuple[HeldViews, int] | None: ...
@@ -171,12 +174,31 @@ class OpenFile:
     def preallocate(self, nbytes: int) -> None: ...
     def truncate(self, nbytes: int) -> None: ...
 
-class Ticket:
-    def __init__(self) -> None: ...
-    def cancel(self) -> bool: ...
-    def release_waiters(self) -> None: ...
+class FutureBase:
+    _state: str
+    _result: Any
+    _exception: BaseException | None
+    _memory: object
+    _seen: bool
+    _is_told: bool
+    def __init__(
+        self, waiter: object, about: tuple[Any, ...], memory: object = ..., loop: object = ...
+    ) -> None: ...
     @property
-    def taken(self) -> bool: ...
+    def _waiter(self) -> Any: ...
+    @property
+    def _about(self) -> tuple[Any, ...]: ...
+    @property
+    def _loop(self) -> Any: ...
+    @property
+    def _awaiting(self) -> list[Any]: ...
+    @property
+    def _is_taken(self) -> bool: ...
+    def _cancel_ticket(self) -> bool: ...
+    def _release_waiters(self) -> None: ...
+    def _end_unseen(self, result: object, error: BaseException | None) -> bool: ...
+
+def next_number() -> int: ...
 
 class Doorbell:
     def __init__(self) -> None: ...
@@ -206,28 +228,30 @@ class Queue:
     ) -> OpenFile: ...
     def submit(
         self,
-        id: int,
+        futures: dict[int, Any],
+        kind: type[_Future],
+        waiter: object,
         verb: Verb,
         file: OpenFile,
-        address: int,
-        length: int,
+        path: str,
+        memory: tuple[int, int, object] | None,
         offset: int,
         at_end: AtEndOfFile,
-        ticket: Ticket,
-        patience_s: float,
+        patience_s: float | None,
         priority: int,
         deadline_s: float,
+        loop: object,
         bell: Doorbell | None,
-    ) -> bool: ...
+    ) -> _Future | None: ...
     def submit_many(self, operations: list[tuple[Any, ...]], patience_s: float) -> bool: ...
     def submit_pieces(
         self,
-        id: int,
+        futures: dict[int, Any],
+        future: FutureBase,
         verb: Verb,
         file: OpenFile,
         numbers: array[int],
-        ticket: Ticket,
-        patience_s: float,
+        patience_s: float | None,
         priority: int,
         deadline_s: float,
     ) -> bool: ...
@@ -237,15 +261,21 @@ class Queue:
     def wait_ended(self) -> list[tuple[int, int, int, int]]: ...
     def wait_for(
         self,
-        ticket: Ticket,
+        future: FutureBase,
         timeout_s: float,
-        complete: Callable[[list[tuple[int, int, int, int]]], list[int]],
+        futures: dict[int, Any],
+        want_room: list[Any],
+        complete: _Complete,
     ) -> bool: ...
-    def hear(self, ticket: Ticket, bell: Doorbell | None) -> None: ...
+    def hear(self, future: FutureBase, bell: Doorbell | None) -> None: ...
     def serve_loop(
-        self, bell: Doorbell, complete: Callable[[list[tuple[int, int, int, int]]], list[int]]
+        self,
+        bell: Doorbell,
+        futures: dict[int, Any],
+        want_room: list[Any],
+        complete: _Complete,
     ) -> bool: ...
-    def stop(self, ticket: Ticket) -> None: ...
+    def stop(self, future: FutureBase) -> None: ...
     def backend_of(self, file: OpenFile) -> str: ...
     def close(self, patience_s: float) -> bool: ...
     def stats(self) -> dict[int, dict[str, Any]]: ...

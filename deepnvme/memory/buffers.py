@@ -143,13 +143,12 @@ def _of_view(view: memoryview, thing: Any, *, writable: bool) -> Memory:
     """Return the memory of `view`, which is Python's own view of `thing`."""
     # A third of what a BufferView costs, which small operations feel. What `held` returns keeps the
     # memory in place, also when the caller releases `view` meanwhile.
-    try:
-        memory = _new_tuple(Memory, _native.held(view, writable))
-    except (BufferError, ValueError) as refusal:
-        raise _refusal(thing, refusal, writable=writable) from None
+    found = _native.held(view, writable)
+    if found is not None:
+        return _new_tuple(Memory, found)
     if "O" in view.format:
         raise TypeError(_OBJECTS.format(kind="memoryview"))
-    return memory
+    raise _refusal(thing, BufferError("its memory cannot be used as it lies"), writable=writable)
 
 
 def _of_tensor(tensor: Any, torch: Any) -> Memory:

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     import asyncio
     from array import array
 
-    from deepnvme.memory.buffers import Memory
-
 __all__ = ["SLICE_S", "Awaited", "IOFuture", "Places", "Waiter", "wake", "wake_loops"]
 
 _T = TypeVar("_T")
@@ -48,24 +46,24 @@ _UNDER_WAY = (_PENDING, "RUNNING")
 class Waiter(Protocol):
     """The object that an operation was submitted through."""
 
-    def wait_for(self, ticket: _native.Ticket, timeout_s: float) -> bool:
-        """Wait until the operation has ended; False when the time is up."""
+    def wait_for(self, future: IOFuture[Any], timeout_s: float) -> bool:
+        """Wait until its operation has ended; False when the time is up."""
         ...
 
-    def look(self, ticket: _native.Ticket) -> None:
-        """Complete the future if its operation has ended; wait for nothing."""
+    def look(self, future: IOFuture[Any]) -> None:
+        """Complete it if its operation has ended; wait for nothing."""
         ...
 
-    def stop(self, ticket: _native.Ticket) -> None:
-        """Let no further part of that operation begin."""
+    def stop(self, future: IOFuture[Any]) -> None:
+        """Let no further part of its operation begin."""
         ...
 
-    def hear(self, ticket: _native.Ticket) -> None:
-        """Complete the future as soon as its operation ends, though no thread waits for it."""
+    def hear(self, future: IOFuture[Any]) -> None:
+        """Complete it as soon as its operation ends, though no thread waits for it."""
         ...
 
-    def hear_on(self, loop: asyncio.AbstractEventLoop, ticket: _native.Ticket) -> None:
-        """Complete the future on that loop, on which this is called, once its operation ends."""
+    def hear_on(self, loop: asyncio.AbstractEventLoop, future: IOFuture[Any]) -> None:
+        """Complete it on that loop, on which this is called, once its operation ends."""
         ...
 
 
@@ -106,16 +104,16 @@ class _MadeWhenSeen(Generic[_T]):
         if future is None:
             raise AttributeError(f"only a future has {self._name}")
         if not future._seen:
-            future._seen = True  # before the attribute is made: see _end_unheard
+            future._seen = True  # before the attribute is made: see _end_unseen
             # Else the end could stay unnoticed for 100 ms: this thread may sleep at the lock that
             # is made below.
-            future._waiter.hear(future._ticket)
+            future._waiter.hear(future)
         # In one step: where two threads make one, both get the first.
         made: _T = future.__dict__.setdefault(self._name, self._make())
         return made
 
 
-class IOFuture(concurrent.futures.Future[_T]):
+class IOFuture(_native.FutureBase, concurrent.futures.Future[_T]):
     """The result of one operation: a byte count, or the error that ended it.
 
     A concurrent.futures.Future that can be awaited. The calls of `File` return one each.
@@ -125,32 +123,16 @@ class IOFuture(concurrent.futures.Future[_T]):
     and its memory held.
     """
 
-    # Future's own attributes, made when they are first looked at. Most futures are only asked for
-    # their result and need none of these; code and memory that a thread touches after a long sleep
-    # cost it more than all else (decision 0003).
-    _state = _PENDING
-    _result: _T | None = None
-    _exception: BaseException | None = None
+    # The native base class has these of Future's attributes, and all of our own.
+    _state: str
+    _result: _T | None
+    _exception: BaseException | None
+    # And these are made when they are first looked at. Most futures are only asked for their result
+    # and need none of them; code and memory that a thread touches after a long sleep cost it more
+    # than all else (decision 0003).
     _condition: threading.Condition = _MadeWhenSeen(threading.Condition)  # type: ignore[assignment]
     _waiters: list[Any] = _MadeWhenSeen[list[Any]](list)  # type: ignore[assignment]
     _done_callbacks: list[Any] = _MadeWhenSeen[list[Any]](list)  # type: ignore[assignment]
-    _seen = False
-    _is_told = False  # callbacks and waiters were called, or are about to be
-
-    def __init__(
-        self,
-        ticket: _native.Ticket,
-        waiter: Waiter,
-        about: _About,
-        memory: Memory | None = None,
-        loop: asyncio.AbstractEventLoop | None = None,
-    ) -> None:
-        self._ticket = ticket
-        self._waiter = waiter
-        self._memory = memory
-        self._about = about
-        self._loop = loop  # which completes it, if it was submitted there
-        self._awaiting: list[asyncio.Future[None]] = []
 
     def __reduce__(self) -> str:
         """Refuse to be pickled or copied."""
@@ -178,14 +160,14 @@ class IOFuture(concurrent.futures.Future[_T]):
         """Take the operation back if it has not begun; return whether that was so."""
         if self.cancelled():
             return True
-        if self.done() or not self._ticket.cancel():
+        if self.done() or not self._cancel_ticket():
             return False
         # Only now: the ticket decides whether this call or the drive was first.
         try:
             return super().cancel()
         finally:  # also where a callback raises
             # Threads that wait sleep in native code, and the drive may come to the operation late.
-            self._ticket.release_waiters()
+            self._release_waiters()
             wake_loops((self,))
 
     def stop(self) -> None:
@@ -194,7 +176,7 @@ class IOFuture(concurrent.futures.Future[_T]):
         What the drive has runs to its end. The operation then fails with ECANCELED and says how
         much it moved, unless that was all of it. Of an array on a GPU nothing is stopped.
         """
-        self._waiter.stop(self._ticket)
+        self._waiter.stop(self)
 
     def cancelled(self) -> bool:
         """Return whether the operation was cancelled."""
@@ -207,7 +189,7 @@ class IOFuture(concurrent.futures.Future[_T]):
         if self._state in _UNDER_WAY:
             # A future that no thread waits for is completed here: the queue's own thread looks
             # after such ones ten times a second only, and what polls would go on that much later.
-            self._waiter.look(self._ticket)
+            self._waiter.look(self)
         return self._state not in _UNDER_WAY
 
     def result(self, timeout: float | None = None) -> _T:
@@ -257,7 +239,7 @@ class IOFuture(concurrent.futures.Future[_T]):
             self._awaiting.append(waiting)
             # If it was submitted on this loop, its bell was named then, and no call is needed.
             if loop is not self._loop:
-                self._waiter.hear_on(loop, self._ticket)
+                self._waiter.hear_on(loop, self)
             # Another thread may have ended the future before it could see this entry.
             if self._state in _UNDER_WAY:
                 yield from waiting
@@ -273,34 +255,30 @@ class IOFuture(concurrent.futures.Future[_T]):
 
         The future may be completed a little later.
         """
+        # In both loops it may be cancelled meanwhile, or completed by another thread.
+        if timeout is None:
+            while self._state in _UNDER_WAY and not self._waiter.wait_for(self, _SLEEP_S):
+                pass
+            return None
         # Locks refuse to wait for longer than TIMEOUT_MAX, and Future waits for the rest.
-        deadline = (
-            None if timeout is None else time.monotonic() + min(timeout, threading.TIMEOUT_MAX)
-        )
-        while self._state in _UNDER_WAY:  # else cancelled meanwhile, or completed by another thread
-            left = _SLEEP_S if deadline is None else deadline - time.monotonic()
-            if self._waiter.wait_for(self._ticket, max(0.0, min(left, _SLEEP_S))):
+        deadline = time.monotonic() + min(timeout, threading.TIMEOUT_MAX)
+        while self._state in _UNDER_WAY:
+            left = deadline - time.monotonic()
+            if self._waiter.wait_for(self, max(0.0, min(left, _SLEEP_S))):
                 break
             if left <= 0:
                 return 0.0
-        return None if deadline is None else max(0.0, deadline - time.monotonic())
+        return max(0.0, deadline - time.monotonic())
 
     def _end_unheard(self, result: _T | None, error: BaseException | None) -> bool:
         """End; False where callbacks or waiters are to be called, as only `_end` does.
 
         Called again for a future that has ended, it only wakes the threads that sleep here.
         """
-        # Before the future ends: a thread that it wakes may resize or reuse the memory at once.
-        self._memory = None
-        # No lock is taken. A thread that looks at the future from here on sees its end, or sets
-        # `_seen`, which is read again below.
-        if not self._seen:
-            self._result, self._exception = result, error
-            # After the result: threads read the state without a lock, and the result once it is
-            # this.
-            self._state = _FINISHED
-            if not self._seen:
-                return True
+        # In one step under the GIL: a thread that looks at the future sees its end, or has set
+        # `_seen`.
+        if self._end_unseen(result, error):
+            return True
         with self._condition:
             # Not here: this may be a thread in result(), and callbacks may do anything.
             if self._done_callbacks or self._waiters:
@@ -372,7 +350,8 @@ class _OnLoop:
 class Awaited(Protocol):
     """A future that coroutines await."""
 
-    _awaiting: list[asyncio.Future[None]]
+    @property
+    def _awaiting(self) -> list[asyncio.Future[None]]: ...
 
 
 def wake_loops(ended: Iterable[Awaited]) -> None:

@@ -9,7 +9,6 @@ that a queue without references can be collected.
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import sys
 import threading
@@ -28,12 +27,12 @@ from deepnvme.errors import (
     io_error,
 )
 from deepnvme.memory.buffers import Memory
-from deepnvme.queue.future import SLICE_S, IOFuture, Places, wake, wake_loops
+from deepnvme.queue.future import SLICE_S, Awaited, IOFuture, Places, wake, wake_loops
 
 if TYPE_CHECKING:
     import asyncio
     from array import array
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 __all__ = ["NO_DEADLINE_S", "Pending", "report_escaped", "short_read_error"]
 
@@ -45,7 +44,7 @@ _SUCCEEDED, _END_OF_FILE, _CANCELLED = (
 
 
 _FAILS = _native.AtEndOfFile.FAILS
-_TICKET = 7  # its place among the arguments of a gathered operation
+_FUTURE = 7  # its place among the arguments of a gathered operation
 NO_DEADLINE_S = 1e9  # native code takes this and more for no deadline
 # A batch submits what it has gathered when it holds this many operations, or one larger than this:
 # the drive then works while the caller goes on gathering.
@@ -79,10 +78,8 @@ class Pending:
         self._max_pending = max_pending
         self._completer: threading.Thread | None = None
         # Each holds the memory of its operation. The file is held by the native operation.
-        # No lock: any thread adds, pops and looks up, each in one step under the GIL. So does
-        # next() below.
+        # No lock: any thread adds, pops and looks up, each in one step under the GIL.
         self._futures: dict[int, IOFuture[Any]] = {}
-        self._numbers = itertools.count()
         self._want_room: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
         self._of_a_parent = False
         self._unsent: deque[tuple[Any, ...]] = deque()  # arguments of native submit_many
@@ -112,10 +109,11 @@ class Pending:
         self,
         verb: _native.Verb,
         file: _native.OpenFile,
-        memory: Memory | None,
+        memory: tuple[int, int, object] | None,
         offset: int,
         at_end: _native.AtEndOfFile,
         *,
+        path: str,
         patience_s: float | None,
         priority: int = 0,
         deadline_s: float = NO_DEADLINE_S,
@@ -129,65 +127,50 @@ class Pending:
         """
         if self._unsent:
             self.send()
-        address, asked = (memory.address, memory.nbytes) if memory else (0, 0)
-        ticket = _native.Ticket()
         loop = listener = None
         # Only once a coroutine has awaited here: CPython 3.11 asks for the process's number each
         # time that it looks for the running loop.
         if self._latest is not _NO_LOOP:
             loop, listener = self._loop_here()
-        about = verb, file.path, offset, asked, at_end
-        future: IOFuture[Any] = IOFuture(ticket, self, about, memory, loop)
-        number = next(self._numbers)
-        # In slices: Python runs signal handlers between calls only.
-        wait_s = SLICE_S if patience_s is None else patience_s
-        try:
-            # First: it may have ended before the native call returns.
-            self._futures[number] = future
-            while not self._native.submit(
-                number,
-                verb,
-                file,
-                address,
-                asked,
-                offset,
-                at_end,
-                ticket,
-                wait_s,
-                priority,
-                deadline_s,
-                None if listener is None else listener.bell,
-            ):
-                if patience_s is not None:
-                    raise QueueFull(self._max_pending)
-        except BaseException:
-            # A signal handler may also raise after the submission: the drive may be at work then.
-            if not ticket.taken:
-                self._futures.pop(number, None)
-            raise
+        future = self._native.submit(
+            self._futures,
+            IOFuture,
+            self,
+            verb,
+            file,
+            path,
+            memory,
+            offset,
+            at_end,
+            patience_s,
+            priority,
+            deadline_s,
+            loop,
+            None if listener is None else listener.bell,
+        )
+        if future is None:
+            raise QueueFull(self._max_pending)
         # Small operations that one turn of the loop submits reach the kernel together.
         if listener is not None and not listener.answers_soon:
             self._answer_soon(loop, listener)  # type: ignore[arg-type]  # it is the listener's
         return future
 
     def gather(
-        self, verb: _native.Verb, file: _native.OpenFile, memory: Memory, offset: int
+        self, verb: _native.Verb, file: _native.OpenFile, path: str, memory: Memory, offset: int
     ) -> IOFuture[int]:
         """Keep an operation, to be submitted with others in one native call.
 
         That is when enough are gathered, and before anything else is asked of this queue or of one
         of these futures.
         """
-        ticket = _native.Ticket()
         address, nbytes, _ = memory
-        about = verb, file.path, offset, nbytes, _FAILS
-        future: IOFuture[int] = IOFuture(ticket, self, about, memory)
-        number = next(self._numbers)
+        future: IOFuture[int] = IOFuture(self, (verb, path, offset, nbytes, _FAILS), memory)
+        number = _native.next_number()
         # Before it is gathered: another thread may send it, and it may end, before this call
         # returns.
         self._futures[number] = future
         self._unsent.append(
-            (number, verb, file, address, nbytes, offset, _FAILS, ticket, 0, NO_DEADLINE_S)
+            (number, verb, file, address, nbytes, offset, _FAILS, future, 0, NO_DEADLINE_S)
         )
         if nbytes > _LARGEST_GATHERED or len(self._unsent) >= _MOST_GATHERED:
             self.send()
@@ -196,8 +179,8 @@ class Pending:
     def send(self) -> None:
         """Submit what was gathered; wait for room where there is none.
 
-        A signal may interrupt it anywhere, and several threads may call it at a time: a ticket goes
-        to native code once.
+        A signal may interrupt it anywhere, and several threads may call it at a time: an operation
+        goes to native code once.
         """
         while group := list(self._unsent):
             try:
@@ -210,7 +193,7 @@ class Pending:
             # Not by `has_all` alone: where there was room for a part, that part must not be sent
             # again.
             for operation in group:
-                if operation[_TICKET].taken:
+                if operation[_FUTURE]._is_taken:
                     self._forget_unsent(operation)
             if has_all:  # or another thread is submitting the rest
                 return
@@ -223,10 +206,10 @@ class Pending:
         """
         for operation in group:
             future = self._futures.get(operation[0])
-            if future is not None and not operation[_TICKET].taken:
+            if future is not None and not future._is_taken:
                 future._end(None, error)
                 wake_loops((future,))
-                operation[_TICKET].release_waiters()  # threads that sleep in native code
+                future._release_waiters()  # threads that sleep in native code
                 self._futures.pop(operation[0], None)
             self._forget_unsent(operation)
 
@@ -238,6 +221,7 @@ class Pending:
         self,
         verb: _native.Verb,
         file: _native.OpenFile,
+        path: str,
         numbers: array[int],
         holder: Memory,
         *,
@@ -251,51 +235,41 @@ class Pending:
         """
         if self._unsent:
             self.send()
-        ticket = _native.Ticket()
-        about = verb, file.path, Places(numbers), holder.nbytes, _FAILS
-        future: IOFuture[int] = IOFuture(ticket, self, about, holder)
-        number = next(self._numbers)
-        wait_s = SLICE_S if patience_s is None else patience_s
-        try:
-            self._futures[number] = future
-            while not self._native.submit_pieces(
-                number, verb, file, numbers, ticket, wait_s, priority, deadline_s
-            ):
-                if patience_s is not None:
-                    raise QueueFull(self._max_pending)
-        except BaseException:
-            if not ticket.taken:  # as in submit
-                self._futures.pop(number, None)
-            raise
+        about = verb, path, Places(numbers), holder.nbytes, _FAILS
+        future: IOFuture[int] = IOFuture(self, about, holder)
+        if not self._native.submit_pieces(
+            self._futures, future, verb, file, numbers, patience_s, priority, deadline_s
+        ):
+            raise QueueFull(self._max_pending)
         return future
 
-    def wait_for(self, ticket: _native.Ticket, timeout_s: float) -> bool:
-        """Wait until that operation has ended, and complete what has; False when the time is up."""
+    def wait_for(self, future: IOFuture[Any], timeout_s: float) -> bool:
+        """Wait until its operation has ended, and complete what has; False when the time is up."""
         if self._unsent:
             self.send()
-        return self._native.wait_for(ticket, timeout_s, self._complete_unheard)
+        return self._native.wait_for(
+            future, timeout_s, self._futures, self._want_room, self._complete_others
+        )
 
-    def look(self, ticket: _native.Ticket) -> None:
-        """Complete what has ended, if that operation has; wait for nothing."""
+    def look(self, future: IOFuture[Any]) -> None:
+        """Complete what has ended, if its operation has; wait for nothing."""
         if not self._of_a_parent:
-            if self._unsent:
-                self.send()
-            self._native.wait_for(ticket, 0.0, self._complete_unheard)
+            self.wait_for(future, 0.0)
 
-    def stop(self, ticket: _native.Ticket) -> None:
-        """Let no further part of that operation begin."""
+    def stop(self, future: IOFuture[Any]) -> None:
+        """Let no further part of its operation begin."""
         if self._unsent:
             self.send()
-        self._native.stop(ticket)
+        self._native.stop(future)
 
-    def hear(self, ticket: _native.Ticket) -> None:
-        """Let the queue's own thread complete that operation as soon as it ends."""
+    def hear(self, future: IOFuture[Any]) -> None:
+        """Let the queue's own thread complete it as soon as its operation ends."""
         if self._unsent:
             self.send()
-        self._native.hear(ticket, None)
+        self._native.hear(future, None)
 
-    def hear_on(self, loop: asyncio.AbstractEventLoop, ticket: _native.Ticket) -> None:
-        """Let that loop complete the operation once it ends. Called on the loop."""
+    def hear_on(self, loop: asyncio.AbstractEventLoop, future: IOFuture[Any]) -> None:
+        """Let that loop complete it once its operation ends. Called on the loop."""
         if self._unsent:
             self.send()
         # A loop calls this on its own thread only, so one loop gets one listener.
@@ -308,7 +282,7 @@ class Pending:
             # Last: where that raises, the next operation that is awaited tries again.
             self._listeners[loop] = listener
             self._latest = weakref.ref(loop), listener
-        self._native.hear(ticket, listener.bell)
+        self._native.hear(future, listener.bell)
 
     def leave_loops(self) -> None:
         """Let event loops forget this queue, which is closed."""
@@ -351,7 +325,9 @@ class Pending:
         The loop's reader calls it too. An `_answer` that is queued then stays so: it serves what is
         submitted meanwhile.
         """
-        if self._native.serve_loop(listener.bell, self._complete_unheard):
+        if self._native.serve_loop(
+            listener.bell, self._futures, self._want_room, self._complete_others
+        ):
             # The coroutines that were woken run in the loop's next turn. What they submit reaches
             # the kernel in that turn, and not in the one after it.
             self._answer_soon(loop, listener)
@@ -359,7 +335,7 @@ class Pending:
     def run(self) -> None:
         """Complete futures until the queue is closed and drained. On the queue's own thread."""
         while ended := self._native.wait_ended():  # none: closed, and all was returned
-            for index in self._complete_unheard(ended):
+            for index in self._complete_others(ended):
                 try:
                     self._complete(*ended[index])
                 except BaseException as escaped:
@@ -401,13 +377,17 @@ class Pending:
             future._end_in_child(ForkedError(message))
         self._futures.clear()
 
-    def _complete_unheard(self, ended: list[tuple[int, int, int, int]]) -> list[int]:
+    def _complete_others(
+        self, ended: list[tuple[int, int, int, int]], awaited: Iterable[Awaited] = ()
+    ) -> list[int]:
         """Complete futures without callbacks; return the places of the others in the list.
 
-        A signal may interrupt it anywhere. It is then called again: each step can be repeated.
+        Native code has completed what is usual. It gives this the rest, and of what it completed
+        those that coroutines await. A signal may interrupt it anywhere. It is then called again:
+        each step can be repeated.
         """
         futures = self._futures
-        over, declined, awaited = [], [], []
+        over, declined, woken = [], [], [*awaited]
         for place, (number, ending, done, error) in enumerate(ended):
             future = futures.get(number)
             # It was completed before a signal interrupted the last call, which had got the same
@@ -422,9 +402,9 @@ class Pending:
                 continue
             over.append(number)
             if future._awaiting:
-                awaited.append(future)
-        if awaited:
-            wake_loops(awaited)
+                woken.append(future)
+        if woken:
+            wake_loops(woken)
         # Removed only now: had a signal come before, the same operations would be completed again.
         for number in over:
             futures.pop(number, None)

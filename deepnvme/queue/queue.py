@@ -426,7 +426,7 @@ class IOQueue(Closing):
     def _move(
         self,
         verb: _native.Verb,
-        file: _native.OpenFile,
+        file: File,
         buffer: Any,
         offset: int | str,
         at_end: _native.AtEndOfFile = _FAILS,
@@ -435,14 +435,15 @@ class IOQueue(Closing):
         deadline_s: float | None = None,
     ) -> IOFuture[int]:
         """Submit a read or write of the memory of `buffer`, wherever that is."""
+        native = file._native or file._open()
         writable = verb is _READ
         # Calls and objects in Python are most of what a small operation costs here.
         usual = priority is _NORMAL and deadline_s is None
         urgency, seconds = terms = _USUAL_TERMS if usual else _terms(priority, deadline_s)
         try:
             # Host memory first, as it is the usual case. A device array has no buffer protocol: a
-            # TypeError.
-            memory = memory_of(buffer, writable=writable)
+            # TypeError. A memoryview, which a pool gives, needs one native call.
+            memory = _native.held(buffer, writable) or memory_of(buffer, writable=writable)
         except TypeError:
             array = device_array_of(buffer, writable=writable)
             if array is None:
@@ -450,13 +451,14 @@ class IOQueue(Closing):
         else:
             # Not in the `try`: a TypeError of this call says nothing about where the memory is.
             if not (type(offset) is int and 0 <= offset < _SURELY_FITS) or self._closed:
-                offset = self._checked(offset, memory.nbytes)
+                offset = self._checked(offset, memory[1])
             return self._pending.submit(
                 verb,
-                file,
+                native,
                 memory,
                 offset,
                 at_end,
+                path=file.path,
                 patience_s=self._patience_s,
                 priority=urgency,
                 deadline_s=seconds,
@@ -467,7 +469,7 @@ class IOQueue(Closing):
                 "Leave them out, or copy the array to the host first"
             )
         offset = self._checked(offset, array.nbytes)
-        return self._staging.submit(verb, file, array, offset, at_end)
+        return self._staging.submit(verb, native, array, offset, at_end)
 
     def _checked(self, offset: int | str, nbytes: int) -> int:
         """Check an operation's offset, and that the queue is open; return it as a number."""
@@ -477,26 +479,29 @@ class IOQueue(Closing):
             raise ClosedError(_native.QUEUE_IS_CLOSED)
         return offset
 
-    def _sync(self, verb: _native.Verb, file: _native.OpenFile) -> IOFuture[int]:
+    def _sync(self, verb: _native.Verb, file: File) -> IOFuture[int]:
         """Submit a sync, behind all writes that were asked for before."""
+        native = file._open()
         self._pending.send()  # the writes of a batch come before it
         if self._staging.pending:  # writes that the drive has not heard of yet
-            return self._staging.submit(verb, file, None, 0)
+            return self._staging.submit(verb, native, None, 0)
         return self._pending.submit(
             verb,
-            file,
+            native,
             None,
             self._checked(0, 0),
             _FAILS,
+            path=file.path,
             patience_s=self._patience_s,
             priority=0,
             deadline_s=NO_DEADLINE_S,
         )
 
     def _gather(
-        self, verb: _native.Verb, file: _native.OpenFile, buffer: Any, offset: int | str
+        self, verb: _native.Verb, file: File, buffer: Any, offset: int | str
     ) -> IOFuture[int]:
         """Submit a read or write together with others of a batch, where that is possible."""
+        native = file._open()
         # Gathered, it could not raise: it would be sent when this call has returned.
         if self._patience_s is not None:  # WhenFull.RAISE
             return self._move(verb, file, buffer, offset)
@@ -504,12 +509,13 @@ class IOQueue(Closing):
             memory = memory_of(buffer, writable=verb is _READ)
         except TypeError:
             return self._move(verb, file, buffer, offset)  # an array on a GPU, or the error again
-        return self._pending.gather(verb, file, memory, self._checked(offset, memory.nbytes))
+        offset = self._checked(offset, memory.nbytes)
+        return self._pending.gather(verb, native, file.path, memory, offset)
 
     def _move_many(
         self,
         verb: _native.Verb,
-        file: _native.OpenFile,
+        file: File,
         buffers: Any,
         offsets: Iterable[int],
         *,
@@ -517,13 +523,15 @@ class IOQueue(Closing):
         deadline_s: float | None,
     ) -> IOFuture[int]:
         """Submit one operation on several pieces of memory."""
+        native = file._open()
         numbers, holder = _pieces_of(buffers, offsets, writable=verb is _READ)
         if self._closed:
             raise ClosedError(_native.QUEUE_IS_CLOSED)
         urgency, seconds = _terms(priority, deadline_s)
         return self._pending.submit_pieces(
             verb,
-            file,
+            native,
+            file.path,
             numbers,
             holder,
             patience_s=self._patience_s,
@@ -588,7 +596,7 @@ class File(Closing):
         """
         return self._queue._move(
             _READ,
-            self._native or self._open(),
+            self,
             buffer,
             offset,
             _FAILS,
@@ -610,7 +618,7 @@ class File(Closing):
         """
         return self._queue._move(
             _READ,
-            self._native or self._open(),
+            self,
             buffer,
             offset,
             _STOPS,
@@ -641,7 +649,7 @@ class File(Closing):
         """Write all of `buffer` at `offset`. Ends in its size in bytes."""
         return self._queue._move(
             _WRITE,
-            self._native or self._open(),
+            self,
             buffer,
             offset,
             _FAILS,
@@ -665,7 +673,7 @@ class File(Closing):
         """
         return self._queue._move_many(
             _READ,
-            self._open(),
+            self,
             buffers,
             offsets,
             priority=priority,
@@ -683,7 +691,7 @@ class File(Closing):
         """Write several buffers, each at its offset, as one operation: see `pread_many`."""
         return self._queue._move_many(
             _WRITE,
-            self._open(),
+            self,
             buffers,
             offsets,
             priority=priority,
@@ -696,7 +704,7 @@ class File(Closing):
         A write that failed raises from its own future, and this does not repeat the error.
         """
         verb = chosen(Sync, what, "sync").value
-        return self._queue._sync(verb, self._open())
+        return self._queue._sync(verb, self)
 
     def preallocate(self, nbytes: int | str) -> None:
         """Reserve the first `nbytes` of the file: a full drive fails here, not in a later write.
@@ -793,11 +801,11 @@ class Batch:
 
     def pread(self, file: File, buffer: Any, offset: int | str = 0) -> None:
         """As `File.pread`."""
-        self.futures.append(file._queue._gather(_READ, file._open(), buffer, offset))
+        self.futures.append(file._queue._gather(_READ, file, buffer, offset))
 
     def pwrite(self, file: File, buffer: Any, offset: int | str = 0) -> None:
         """As `File.pwrite`."""
-        self.futures.append(file._queue._gather(_WRITE, file._open(), buffer, offset))
+        self.futures.append(file._queue._gather(_WRITE, file, buffer, offset))
 
     def wait(self) -> int:
         """Wait for all; return the bytes moved in all.

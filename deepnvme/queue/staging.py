@@ -196,9 +196,8 @@ class Staging:
             self._prepare()
             asked = 0 if array is None else array.nbytes
             about = verb, file.path, offset, asked, at_end
-            # No drive knows this ticket: it is there to be cancelled, until the staging thread
-            # begins.
-            future: IOFuture[int] = IOFuture(_native.Ticket(), self, about)
+            # No drive knows of it: it can be cancelled until the staging thread begins.
+            future: IOFuture[int] = IOFuture(self, about)
             operation = _Operation(verb, file, array, offset, at_end, future, asked)
             # Kept here: the caller may drop the future, and the array must live until it is moved.
             self._pending[operation] = None
@@ -216,20 +215,20 @@ class Staging:
         """Whether submitting would wait for room."""
         return len(self._pending) >= self._limit.most
 
-    def wait_for(self, ticket: _native.Ticket, timeout_s: float) -> bool:
+    def wait_for(self, future: IOFuture[Any], timeout_s: float) -> bool:
         """Let a future wait for its own end: the staging thread sets it."""
         return True
 
-    def look(self, ticket: _native.Ticket) -> None:
+    def look(self, future: IOFuture[Any]) -> None:
         """Do nothing: the staging thread ends every future at once."""
 
-    def stop(self, ticket: _native.Ticket) -> None:
+    def stop(self, future: IOFuture[Any]) -> None:
         """Do nothing: what has begun here runs to its end."""
 
-    def hear(self, ticket: _native.Ticket) -> None:
+    def hear(self, future: IOFuture[Any]) -> None:
         """Do nothing: the staging thread ends every future at once."""
 
-    def hear_on(self, loop: asyncio.AbstractEventLoop, ticket: _native.Ticket) -> None:
+    def hear_on(self, loop: asyncio.AbstractEventLoop, future: IOFuture[Any]) -> None:
         """Do nothing: the staging thread tells the loop."""
 
     def needs_this_thread(self) -> bool:
@@ -396,7 +395,13 @@ class Staging:
         # operation.
         stops = _native.AtEndOfFile.STOPS
         future = self._drives.submit(
-            operation.verb, operation.file, memory, offset, stops, patience_s=None
+            operation.verb,
+            operation.file,
+            memory,
+            offset,
+            stops,
+            path=operation.file.path,
+            patience_s=None,
         )
         future.add_done_callback(
             lambda ended: self._hand_over(partial(self._after_drive, piece, ended))

@@ -1,4 +1,5 @@
-// Pool, Queue and OpenFile for Python: converts arguments, drops the GIL, translates errors.
+// Pool, Queue and OpenFile for Python: converts arguments, drops the GIL, translates errors. Makes
+// and ends futures of usual operations.
 #include "queue_bindings.hpp"
 
 #include <pybind11/native_enum.h>
@@ -18,6 +19,7 @@
 #include "deepnvme/error.hpp"
 #include "deepnvme/page_stock.hpp"
 #include "deepnvme/queue.hpp"
+#include "future_bindings.hpp"
 
 namespace py = pybind11;
 using namespace deepnvme;  // NOLINT(google-build-using-namespace): this file is about nothing else
@@ -44,19 +46,27 @@ class BufferView {
     Py_buffer view_ = {};
 };
 
-// Another view of a memoryview's memory, which keeps it in place.
+// Another view of a memoryview's memory, which keeps it in place. None for anything else, and where
+// the memory cannot be used: it is not contiguous, read-only, released, or holds Python objects.
 py::object own_view(const py::handle& view, bool writable) {
+    if (PyMemoryView_Check(view.ptr()) == 0) return py::none();
     auto own = py::reinterpret_steal<py::object>(PyMemoryView_FromObject(view.ptr()));
-    if (!own) throw py::error_already_set();
+    if (!own) {
+        if (PyErr_ExceptionMatches(PyExc_ValueError) == 0) throw py::error_already_set();
+        PyErr_Clear();
+        return py::none();
+    }
     const Py_buffer& memory = *PyMemoryView_GET_BUFFER(own.ptr());
-    if (PyBuffer_IsContiguous(&memory, 'C') == 0 || (writable && memory.readonly != 0))
-        throw py::buffer_error("not contiguous or read-only");
-    return own;
+    const bool is_usable = PyBuffer_IsContiguous(&memory, 'C') != 0 &&
+                           !(writable && memory.readonly != 0) &&
+                           (memory.format == nullptr || std::strchr(memory.format, 'O') == nullptr);
+    return is_usable ? own : py::none();
 }
 
-// The address and the bytes of a memoryview's memory, and what keeps it in place.
-py::tuple held(const py::handle& view, bool writable) {
-    auto own = own_view(view, writable);
+// The address and the bytes of a memoryview's memory, and what keeps it in place; None as above.
+py::object held(const py::handle& view, bool writable) {
+    py::object own = own_view(view, writable);
+    if (own.is_none()) return own;
     const Py_buffer& memory = *PyMemoryView_GET_BUFFER(own.ptr());
     return py::make_tuple(reinterpret_cast<std::uintptr_t>(memory.buf), memory.len, own);
 }
@@ -105,32 +115,25 @@ py::object held_each(const py::sequence& views, const py::list& offsets, const p
     HeldViews holder;
     holder.reserve(count);
     std::uint64_t total = 0;
-    try {
-        for (std::size_t i = 0; i < count; ++i) {
-            const py::object view = views[i];
-            if (PyMemoryView_Check(view.ptr()) == 0) return py::none();
-            py::object own = own_view(view, writable);
-            const Py_buffer& memory = *PyMemoryView_GET_BUFFER(own.ptr());
-            if (memory.format != nullptr && std::strchr(memory.format, 'O') != nullptr)
-                return py::none();
-            const auto nbytes = static_cast<std::uint64_t>(memory.len);
-            const long long offset =
-                PyLong_AsLongLong(PyList_GET_ITEM(offsets.ptr(), static_cast<py::ssize_t>(i)));
-            if (PyErr_Occurred() != nullptr) throw py::error_already_set();
-            if (offset < 0 || nbytes > largest_file - static_cast<std::uint64_t>(offset))
-                return py::none();
-            number[3 * i] = reinterpret_cast<std::uintptr_t>(memory.buf);
-            number[3 * i + 1] = nbytes;
-            number[3 * i + 2] = static_cast<std::uint64_t>(offset);
-            total += nbytes;
-            holder.add(std::move(own));
+    for (std::size_t i = 0; i < count; ++i) {
+        py::object own = own_view(views[i], writable);
+        if (own.is_none()) return own;
+        const Py_buffer& memory = *PyMemoryView_GET_BUFFER(own.ptr());
+        const auto nbytes = static_cast<std::uint64_t>(memory.len);
+        const long long offset =
+            PyLong_AsLongLong(PyList_GET_ITEM(offsets.ptr(), static_cast<py::ssize_t>(i)));
+        if (PyErr_Occurred() != nullptr) {
+            if (PyErr_ExceptionMatches(PyExc_OverflowError) == 0) throw py::error_already_set();
+            PyErr_Clear();  // an offset of more than 63 bits
+            return py::none();
         }
-    } catch (const py::buffer_error&) {
-        return py::none();
-    } catch (const py::error_already_set& refusal) {
-        // a view that was released, and an offset of more than 63 bits
-        if (!refusal.matches(PyExc_ValueError) && !refusal.matches(PyExc_OverflowError)) throw;
-        return py::none();
+        if (offset < 0 || nbytes > largest_file - static_cast<std::uint64_t>(offset))
+            return py::none();
+        number[3 * i] = reinterpret_cast<std::uintptr_t>(memory.buf);
+        number[3 * i + 1] = nbytes;
+        number[3 * i + 2] = static_cast<std::uint64_t>(offset);
+        total += nbytes;
+        holder.add(std::move(own));
     }
     return py::make_tuple(std::move(holder), total);
 }
@@ -183,27 +186,119 @@ std::vector<Piece> pieces_of(const py::buffer& numbers) {
     return pieces;
 }
 
-// Submits operations together, each a tuple of the arguments of operation_of, but for those that
-// another thread is submitting. False: there was no room for all in time; the caller may try again.
+// Has the futures of all operations of a queue that have not ended, by number.
+using Futures = py::dict;
+
+// The number of an operation: no other one of this process has it.
+std::uint64_t next_number() {
+    static std::uint64_t last = 0;  // the GIL guards it
+    return ++last;
+}
+
+void enter(const Futures& futures, const py::int_& number, const py::handle& future) {
+    if (PyDict_SetItem(futures.ptr(), number.ptr(), future.ptr()) != 0)
+        throw py::error_already_set();
+}
+
+void remove(const Futures& futures, const py::int_& number) {
+    if (PyDict_DelItem(futures.ptr(), number.ptr()) == 0) return;
+    if (PyErr_ExceptionMatches(PyExc_KeyError) == 0) throw py::error_already_set();
+    PyErr_Clear();  // another thread was faster
+}
+
+// pybind11 raises and drops an AttributeError for each None that it is to convert itself.
+std::shared_ptr<Doorbell> bell_of(const py::handle& bell) {
+    return bell.is_none() ? nullptr : bell.cast<std::shared_ptr<Doorbell>>();
+}
+
+// Submits the operation of a future. None for `patience_s`: waits for ever, and handlers of signals
+// run meanwhile. False: there was no room in time.
+bool submit_for(Queue& queue, const Futures& futures, const py::object& future, Operation operation,
+                const py::object& patience_s, const std::shared_ptr<Doorbell>& bell = nullptr) {
+    const bool for_ever = patience_s.is_none();
+    const std::chrono::nanoseconds patience =
+        for_ever ? std::chrono::nanoseconds(brief) : nanoseconds(patience_s.cast<double>());
+    const py::int_ number(operation.id);
+    const std::shared_ptr<Ticket> ticket = operation.ticket;
+    // First: it may have ended before this call returns.
+    enter(futures, number, future);
+    try {
+        for (;;) {
+            bool taken = false;
+            {
+                const py::gil_scoped_release unlocked;
+                taken = queue.submit(std::move(operation), patience, bell);  // moves what it takes
+            }
+            if (taken) return true;
+            if (!for_ever) break;
+            if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+        }
+    } catch (...) {
+        if (!ticket->taken()) remove(futures, number);  // else a drive may be at work
+        throw;
+    }
+    remove(futures, number);
+    return false;
+}
+
+// Submits an operation; returns its future, of the class `kind`, or None where there is no room in
+// time. `memory` is None, or what `held` returns.
+py::object submit(Queue& queue, const Futures& futures, const py::handle& kind,
+                  const py::handle& waiter, const py::handle& verb, std::shared_ptr<OpenFile> file,
+                  const py::handle& path, const py::object& memory, std::uint64_t offset,
+                  const py::handle& at_end, const py::object& patience_s, int priority,
+                  double deadline_s, const py::handle& loop, const py::handle& bell) {
+    std::uintptr_t address = 0;
+    std::uint64_t length = 0;
+    if (!memory.is_none()) {
+        const auto fields = py::reinterpret_borrow<py::tuple>(memory);
+        address = fields[0].cast<std::uintptr_t>();
+        length = fields[1].cast<std::uint64_t>();
+    }
+    py::object future =
+        make_future(kind, waiter, py::make_tuple(verb, path, offset, length, at_end), memory, loop);
+    Operation operation =
+        operation_of(next_number(), verb.cast<int>(), std::move(file), address, length, offset,
+                     at_end.cast<int>(), ticket_of(future), priority, deadline_s);
+    if (!submit_for(queue, futures, future, std::move(operation), patience_s, bell_of(bell)))
+        return py::none();
+    return future;
+}
+
+// As `submit`, for a future that is there, on several pieces of memory: `numbers` are those of
+// `pieces_of`. False: there is no room in time.
+bool submit_pieces(Queue& queue, const Futures& futures, const py::object& future, int verb,
+                   std::shared_ptr<OpenFile> file, const py::buffer& numbers,
+                   const py::object& patience_s, int priority, double deadline_s) {
+    Operation operation = operation_of(next_number(), verb, std::move(file), 0, 0, 0, 0,
+                                       ticket_of(future), priority, deadline_s);
+    operation.pieces = pieces_of(numbers);
+    for (const Piece& piece : operation.pieces) operation.length += piece.length;
+    return submit_for(queue, futures, future, std::move(operation), patience_s);
+}
+
+// Submits operations together, each a tuple of the arguments of operation_of, with the future
+// instead of its ticket, but for those that another thread is submitting. False: there was no room
+// for all in time; the caller may try again.
 bool submit_many(Queue& queue, const py::list& operations, double patience_s) {
     std::vector<Operation> fresh;
     std::vector<std::shared_ptr<Ticket>> tickets;
-    for (const py::handle item : operations) {
-        const auto fields = py::reinterpret_borrow<py::tuple>(item);
-        auto ticket = fields[7].cast<std::shared_ptr<Ticket>>();
-        if (!ticket->hand_in()) continue;
-        tickets.push_back(ticket);
-        fresh.push_back(operation_of(
-            fields[0].cast<std::uint64_t>(), fields[1].cast<int>(),
-            fields[2].cast<std::shared_ptr<OpenFile>>(), fields[3].cast<std::uintptr_t>(),
-            fields[4].cast<std::uint64_t>(), fields[5].cast<std::uint64_t>(), fields[6].cast<int>(),
-            std::move(ticket), fields[8].cast<int>(), fields[9].cast<double>()));
-    }
     std::size_t taken = 0;
     const auto take_back = [&] {
         for (std::size_t i = taken; i < tickets.size(); ++i) tickets[i]->take_back();
     };
     try {
+        for (const py::handle item : operations) {
+            const auto fields = py::reinterpret_borrow<py::tuple>(item);
+            const std::shared_ptr<Ticket>& ticket = ticket_of(fields[7]);
+            if (!ticket->hand_in()) continue;
+            tickets.push_back(ticket);
+            fresh.push_back(operation_of(
+                fields[0].cast<std::uint64_t>(), fields[1].cast<int>(),
+                fields[2].cast<std::shared_ptr<OpenFile>>(), fields[3].cast<std::uintptr_t>(),
+                fields[4].cast<std::uint64_t>(), fields[5].cast<std::uint64_t>(),
+                fields[6].cast<int>(), ticket, fields[8].cast<int>(), fields[9].cast<double>()));
+        }
         const py::gil_scoped_release unlocked;
         taken = queue.submit_many(std::move(fresh), nanoseconds(patience_s));
     } catch (...) {
@@ -223,44 +318,71 @@ py::list list_of(const std::vector<Outcome>& ended) {
     return list;
 }
 
-// Gives the outcomes to `complete`. Those that it declines, by returning their places in the list,
-// go to wait_ended; so do all of them where an exception of a signal's handler interrupted it: no
-// outcome is lost.
-void complete_each(Queue& queue, std::vector<Outcome> ended, const py::function& complete) {
+// Ends the futures of these outcomes. What is usual ends here: it succeeded, nothing listens, and
+// the list `want_room`, of those who wait for room, is empty. `complete` gets the other outcomes,
+// and the ended futures that coroutines await. wait_ended returns the outcomes that it declines, by
+// their places in the list; and all of them where it is interrupted, by an exception of a signal's
+// handler: no outcome is lost, and ending a future again does nothing.
+void complete_each(Queue& queue, std::vector<Outcome> ended, const Futures& futures,
+                   const py::list& want_room, const py::function& complete) {
     if (ended.empty()) return;
     std::vector<Outcome> declined;
     std::exception_ptr interruption;
+    // These end here. They are let go of last: what runs in Python then may wait for the others.
+    std::vector<py::object> over;
+    std::vector<py::int_> numbers;
     try {
-        const py::object places = complete(list_of(ended));
-        if (!places.is_none()) {
-            for (const py::handle place : places) {
-                declined.push_back(std::move(ended.at(place.cast<std::size_t>())));
+        std::vector<Outcome> others;
+        py::list awaited;
+        for (const Outcome& outcome : ended) {
+            py::int_ number(outcome.id);
+            auto future = py::reinterpret_borrow<py::object>(
+                PyDict_GetItemWithError(futures.ptr(), number.ptr()));
+            if (!future) continue;  // ended by a call that was interrupted then
+            std::optional<bool> is_awaited;
+            if (outcome.ending == Ending::succeeded && want_room.empty())
+                is_awaited = end_unseen(future, outcome.done);
+            if (!is_awaited) {
+                others.push_back(outcome);
+                continue;
+            }
+            if (*is_awaited) awaited.append(future);
+            over.push_back(std::move(future));
+            numbers.push_back(std::move(number));
+        }
+        if (!others.empty() || !awaited.empty()) {
+            for (const py::handle place : complete(list_of(others), awaited)) {
+                declined.push_back(others.at(place.cast<std::size_t>()));
             }
         }
-    } catch (const py::error_already_set&) {
+    } catch (...) {
         interruption = std::current_exception();
         declined = std::move(ended);
     }
     queue.hand_back(std::move(declined));
     if (interruption) std::rethrow_exception(interruption);
+    for (const py::int_& number : numbers) remove(futures, number);
 }
 
-// Waits until the operation has ended, and gives all outcomes so far to `complete`. False: the time
-// is up, or waiters were released. Handlers of signals run meanwhile, at the latest after `brief`.
-bool wait_for(Queue& queue, Ticket& ticket, double timeout_s, const py::function& complete) {
+// Waits until the operation of that future has ended, and ends all futures so far as complete_each
+// does. False: the time is up, or waiters were released. Handlers of signals run meanwhile, at the
+// latest after `brief`.
+bool wait_for(Queue& queue, const py::handle& future, double timeout_s, const Futures& futures,
+              const py::list& want_room, const py::function& complete) {
+    const std::shared_ptr<Ticket> ticket = ticket_of(future);
     const Clock::time_point until = Clock::now() + nanoseconds(timeout_s);
     std::optional<std::vector<Outcome>> ended;
     for (;;) {
         {
             const py::gil_scoped_release unlocked;
             const auto left = std::max<std::chrono::nanoseconds>(until - Clock::now(), {});
-            ended = queue.wait_for(ticket, std::min<std::chrono::nanoseconds>(left, brief));
+            ended = queue.wait_for(*ticket, std::min<std::chrono::nanoseconds>(left, brief));
         }
         if (ended) break;
         if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-        if (Clock::now() >= until || ticket.released()) return false;
+        if (Clock::now() >= until || ticket->released()) return false;
     }
-    complete_each(queue, std::move(*ended), complete);
+    complete_each(queue, std::move(*ended), futures, want_room, complete);
     return true;
 }
 
@@ -473,6 +595,7 @@ void bind_queue(py::module_& module) {
     module.attr("QUEUE_IS_CLOSED") = queue_is_closed;
     py::register_local_exception_translator(&translate);
     bind_enums(module);
+    bind_future(module);
     bind_memory(module);
     bind_page_stock(module);
     bind_faults(module);
@@ -488,14 +611,10 @@ void bind_queue(py::module_& module) {
         .def_readonly("chunk_bytes", &DriveOptions::chunk_bytes)
         .def_readonly("inflight_bytes", &DriveOptions::inflight_bytes)
         .def_readonly("user_memory", &DriveOptions::user_memory);
-    py::class_<Ticket, std::shared_ptr<Ticket>>(module, "Ticket")
-        .def(py::init<>())
-        .def("cancel", &Ticket::cancel)
-        .def("release_waiters", &Ticket::release_waiters)
-        .def_property_readonly("taken", &Ticket::taken);
     py::class_<Doorbell, std::shared_ptr<Doorbell>>(module, "Doorbell")
         .def(py::init<>())
         .def_property_readonly("descriptor", &Doorbell::descriptor);
+    module.def("next_number", &next_number);
     module.def("set_liburing_path", &set_liburing_path, py::arg("path"));
     module.def("on_fuse", &on_fuse, py::arg("path"), py::call_guard<py::gil_scoped_release>());
     module.def(
@@ -519,52 +638,45 @@ void bind_queue(py::module_& module) {
              py::arg("max_pending"), py::arg("max_requests"), py::arg("faults"))
         .def("open", &Queue::open, py::arg("path"), py::arg("mode"), py::arg("direct"),
              py::arg("permissions"), py::arg("drive"), py::call_guard<py::gil_scoped_release>())
-        .def(
-            "submit",
-            [](Queue& queue, std::uint64_t id, int verb, std::shared_ptr<OpenFile> file,
-               std::uintptr_t address, std::uint64_t length, std::uint64_t offset, int at_end,
-               std::shared_ptr<Ticket> ticket, double patience_s, int priority, double deadline_s,
-               const std::shared_ptr<Doorbell>& bell) {
-                Operation operation =
-                    operation_of(id, verb, std::move(file), address, length, offset, at_end,
-                                 std::move(ticket), priority, deadline_s);
-                const py::gil_scoped_release unlocked;
-                return queue.submit(std::move(operation), nanoseconds(patience_s), bell);
-            },
-            py::arg("id"), py::arg("verb"), py::arg("file"), py::arg("address"), py::arg("length"),
-            py::arg("offset"), py::arg("at_end"), py::arg("ticket"), py::arg("patience_s"),
-            py::arg("priority"), py::arg("deadline_s"), py::arg("bell"))
+        .def("submit", &submit, py::arg("futures"), py::arg("kind"), py::arg("waiter"),
+             py::arg("verb"), py::arg("file"), py::arg("path"), py::arg("memory"),
+             py::arg("offset"), py::arg("at_end"), py::arg("patience_s"), py::arg("priority"),
+             py::arg("deadline_s"), py::arg("loop"), py::arg("bell"))
         .def("submit_many", &submit_many, py::arg("operations"), py::arg("patience_s"))
+        .def("submit_pieces", &submit_pieces, py::arg("futures"), py::arg("future"),
+             py::arg("verb"), py::arg("file"), py::arg("numbers"), py::arg("patience_s"),
+             py::arg("priority"), py::arg("deadline_s"))
         .def(
-            "submit_pieces",
-            [](Queue& queue, std::uint64_t id, int verb, std::shared_ptr<OpenFile> file,
-               const py::buffer& numbers, std::shared_ptr<Ticket> ticket, double patience_s,
-               int priority, double deadline_s) {
-                Operation operation = operation_of(id, verb, std::move(file), 0, 0, 0, 0,
-                                                   std::move(ticket), priority, deadline_s);
-                operation.pieces = pieces_of(numbers);
-                for (const Piece& piece : operation.pieces) operation.length += piece.length;
+            "hear",
+            [](Queue& queue, const py::handle& future, const py::handle& bell) {
+                const std::shared_ptr<Ticket> ticket = ticket_of(future);
+                const std::shared_ptr<Doorbell> rung = bell_of(bell);
                 const py::gil_scoped_release unlocked;
-                return queue.submit(std::move(operation), nanoseconds(patience_s));
+                queue.hear(*ticket, rung);
             },
-            py::arg("id"), py::arg("verb"), py::arg("file"), py::arg("numbers"), py::arg("ticket"),
-            py::arg("patience_s"), py::arg("priority"), py::arg("deadline_s"))
-        .def("hear", &Queue::hear, py::arg("ticket"), py::arg("bell"),
-             py::call_guard<py::gil_scoped_release>())
+            py::arg("future"), py::arg("bell"))
         .def(
             "serve_loop",
-            [](Queue& queue, Doorbell& bell, const py::function& complete) {
+            [](Queue& queue, Doorbell& bell, const Futures& futures, const py::list& want_room,
+               const py::function& complete) {
                 {
                     const py::gil_scoped_release unlocked;
                     queue.serve_loop(bell);
                 }
                 std::vector<Outcome> ended = queue.take_ended();
                 const bool has_some = !ended.empty();
-                complete_each(queue, std::move(ended), complete);
+                complete_each(queue, std::move(ended), futures, want_room, complete);
                 return has_some;
             },
-            py::arg("bell"), py::arg("complete"))
-        .def("stop", &Queue::stop, py::arg("ticket"), py::call_guard<py::gil_scoped_release>())
+            py::arg("bell"), py::arg("futures"), py::arg("want_room"), py::arg("complete"))
+        .def(
+            "stop",
+            [](Queue& queue, const py::handle& future) {
+                const std::shared_ptr<Ticket> ticket = ticket_of(future);
+                const py::gil_scoped_release unlocked;
+                queue.stop(*ticket);
+            },
+            py::arg("future"))
         .def("use_pool", &Queue::use_pool, py::arg("pool"),
              py::call_guard<py::gil_scoped_release>())
         .def("forget_pool", &Queue::forget_pool, py::arg("pool"),
@@ -584,7 +696,8 @@ void bind_queue(py::module_& module) {
                  }
                  return list_of(ended);
              })
-        .def("wait_for", &wait_for, py::arg("ticket"), py::arg("timeout_s"), py::arg("complete"))
+        .def("wait_for", &wait_for, py::arg("future"), py::arg("timeout_s"), py::arg("futures"),
+             py::arg("want_room"), py::arg("complete"))
         .def(
             "close",
             [](Queue& queue, double patience_s) { return queue.close(nanoseconds(patience_s)); },

@@ -291,11 +291,11 @@ TEST(a_full_queue_takes_nothing_before_there_is_room) {
     another.file = bench.file;
     another.memory = memory.data();
     another.length = memory.size();
-    CHECK(!bench.queue.submit(another, 0ns));
-    CHECK(!bench.queue.submit(another, 1ms));
+    CHECK(!bench.queue.submit(std::move(another), 0ns));
+    CHECK(!bench.queue.submit(std::move(another), 1ms));
     CHECK(!another.ticket->taken());
     CHECK_EQ(bench.queue.pending(), 1);
-    CHECK(bench.queue.submit(another, long_enough));
+    CHECK(bench.queue.submit(Operation(another), long_enough));
     CHECK(another.ticket->taken());
     CHECK_EQ(bench.outcome(77).ending, Ending::succeeded);
     CHECK_EQ(bench.outcome(slow).ending, Ending::succeeded);
@@ -310,7 +310,7 @@ TEST(an_operation_on_a_file_of_another_queue_is_refused_and_takes_no_room) {
     foreign.ticket = std::make_shared<Ticket>();
     foreign.file =
         std::make_shared<OpenFile>("/proc/self/exe", OpenMode::read, DirectIO::never, 0600);
-    CHECK_THROWS((void)bench.queue.submit(foreign, long_enough), ClosedError);
+    CHECK_THROWS((void)bench.queue.submit(std::move(foreign), long_enough), ClosedError);
     CHECK(!foreign.ticket->taken());
     CHECK_EQ(bench.queue.pending(), 0);
     std::vector<std::byte> memory = pattern(chunk, 12);
@@ -337,7 +337,7 @@ TEST(pools_come_and_go_while_threads_submit_and_the_queue_closes) {
             operation.length = block.size();
             operation.offset = std::uint64_t{i} * 4096;
             try {
-                while (bench.queue.submit(operation, long_enough)) ++taken;
+                while (bench.queue.submit(Operation(operation), long_enough)) ++taken;
             } catch (const ClosedError&) {
             }
         });

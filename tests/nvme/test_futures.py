@@ -28,7 +28,6 @@ from deepnvme import (
     QueueFull,
     ShortReadError,
     WhenFull,
-    _native,
 )
 from deepnvme.queue.pending import Pending
 from support.nvme_held import held, until
@@ -213,16 +212,16 @@ def test_an_event_loop_has_one_answer_queued_when_its_reader_has_answered() -> N
     class Ended:
         """Whenever it is asked, something has ended."""
 
-        def hear(self, _ticket: object, _bell: object) -> None:
+        def hear(self, _future: object, _bell: object) -> None:
             pass
 
-        def serve_loop(self, _bell: object, _complete: object) -> bool:
+        def serve_loop(self, *_arguments: object) -> bool:
             return True
 
     loop: Any = Loop()
     native: Any = Ended()
     pending = Pending(native, "memory", 1)
-    pending.hear_on(loop, _native.Ticket())
+    pending.hear_on(loop, IOFuture(pending, ()))
     pending._answer_soon(loop, pending._listeners[loop])
 
     [(reader, *arguments)] = readers
@@ -484,4 +483,141 @@ def test_a_future_shows_file_offset_size_and_state(tmp_path: Path) -> None:
 def test_showing_a_future_neither_waits_nor_asks_for_its_end(tmp_path: Path) -> None:
     with held("memory", tmp_path / "file") as (_, _, first):
         assert "under way" in repr(first)
-        assert not first.__dict__.keys() & {"_condition", "_seen"}
+        assert not first._seen
+        assert "_condition" not in first.__dict__
+
+
+# --- its native half ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_future_that_refers_to_itself_is_collected(tmp_path: Path, *, ends: bool) -> None:
+    with held("memory", tmp_path / "file", hold_us=BRIEFLY_US) as (_, file, first):
+        buffer = bytearray(b"abc")
+        future: Any = file.pwrite(buffer, CHUNK)
+        future.itself = future
+        if ends:
+            assert future.result(TIMEOUT_S) == 3
+        watch = weakref.ref(future)
+        del future
+        gc.collect()
+        if not ends:
+            assert watch() is not None, "a drive may be at work on its memory"
+            assert first.result(TIMEOUT_S) == CHUNK
+            until(lambda: not file._queue.stats().pending)
+            until(lambda: gc.collect() >= 0 and watch() is None)
+        assert watch() is None
+        buffer.clear()
+
+
+def test_a_future_lets_go_of_memory_whose_end_looks_at_it(tmp_path: Path) -> None:
+    """What held the memory may run Python at its end, which finds the future under way."""
+    seen: list[bool] = []
+
+    class Owner(np.ndarray):
+        def __del__(self) -> None:
+            seen.append(future.cancelled())
+            future.add_done_callback(lambda ended: told.append(ended.result()))
+
+    told: list[int] = []
+    with held("memory", tmp_path / "file") as (_, file, first):
+        future = file.pwrite(np.full(3, 7, np.uint8).view(Owner), CHUNK)
+        assert first.result(TIMEOUT_S) == CHUNK
+        assert future.result(TIMEOUT_S) == 3
+        until(lambda: told == [3])
+    assert seen == [False]
+
+
+def test_what_runs_at_the_end_of_a_dropped_future_may_wait_for_one_that_ended_with_it(
+    tmp_path: Path, queue: IOQueue
+) -> None:
+    got: list[int] = []
+    with queue.open(tmp_path / "file", "w") as file:
+        file.truncate(8 * CHUNK)
+        dropped, *others = [file.pread(bytearray(CHUNK), CHUNK * number) for number in range(8)]
+        neighbour = others[0]
+        weakref.finalize(dropped, lambda: got.append(neighbour.result(TIMEOUT_S)))
+        del dropped
+        assert others[-1].result(TIMEOUT_S) == CHUNK
+        until(lambda: got == [CHUNK])
+
+
+class Interrupted(Exception):  # noqa: N818 - what a signal handler of the program raises
+    pass
+
+
+def interrupt_once(pending: Pending) -> list[int]:
+    """Let a signal come the next time that Python is to complete something; return a list of how
+    many operations that time had.
+    """
+    complete = pending._complete_others
+    came: list[int] = []
+
+    def interrupted(ended: list[Any], awaited: Any = ()) -> list[int]:
+        # Python runs handlers on the main thread only.
+        if came or threading.current_thread() is not threading.main_thread():
+            return complete(ended, awaited)
+        came.append(len(ended) + len(awaited))
+        raise Interrupted
+
+    pending._complete_others = interrupted  # type: ignore[method-assign]
+    return came
+
+
+def test_a_coroutine_whose_wake_up_a_signal_interrupts_is_woken_by_the_queues_own_thread(
+    tmp_path: Path,
+) -> None:
+    with held("memory", tmp_path / "file", hold_us=BRIEFLY_US) as (queue, file, first):
+
+        async def main() -> tuple[int, int]:
+            loop = asyncio.get_running_loop()
+            loop.set_exception_handler(lambda _, what: told.append(what["exception"]))
+            # Awaited here first, so that the second one is completed on this loop.
+            waiting = asyncio.gather(first, file.pwrite(b"abc", CHUNK))
+            came.append(interrupt_once(queue._pending))
+            return await asyncio.wait_for(waiting, TIMEOUT_S)
+
+        told: list[Any] = []
+        came: list[list[int]] = []
+        assert [*asyncio.run(main())] == [CHUNK, 3]
+        assert came[0], "nothing was interrupted"
+        until(lambda: not queue._pending._futures)
+
+
+@pytest.mark.parametrize("wants_room", [True, False])
+def test_an_interrupted_wait_completes_its_operation_all_the_same(
+    tmp_path: Path, *, wants_room: bool
+) -> None:
+    with held("memory", tmp_path / "file", max_pending=2, hold_us=BRIEFLY_US) as (
+        queue,
+        file,
+        first,
+    ):
+        buffer = bytearray(b"abc")
+        second = file.pwrite(buffer, CHUNK)
+        loop = asyncio.new_event_loop()
+        room = loop.create_future()
+        if wants_room:
+            queue._pending._want_room.append((loop, room))
+        else:
+            first.add_done_callback(lambda _: None)
+        came = interrupt_once(queue._pending)
+        with pytest.raises(Interrupted):
+            first.result(TIMEOUT_S)
+        assert came
+        assert [first.result(TIMEOUT_S), second.result(TIMEOUT_S)] == [CHUNK, 3]
+        buffer.clear()
+        if wants_room:
+            loop.run_until_complete(asyncio.wait_for(room, TIMEOUT_S))
+        loop.close()
+
+
+def test_native_code_refuses_what_is_no_future(queue: IOQueue) -> None:
+    thing: Any = object()
+    with pytest.raises(TypeError, match="expected an IOFuture"):
+        queue._native.stop(thing)
+    with pytest.raises(TypeError, match="expected an IOFuture"):
+        queue._native.hear(thing, None)
+    nothing: Any = IOFuture
+    with pytest.raises(TypeError, match="missing required argument 'waiter'"):
+        nothing()

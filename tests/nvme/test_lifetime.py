@@ -282,7 +282,7 @@ class InterruptedQueue:
         self._native = native
         self._moment = moment
 
-    def submit(self, *arguments: Any) -> bool:
+    def submit(self, *arguments: Any) -> IOFuture[int]:
         if self._moment == "before":
             raise InterruptedSubmission
         assert self._native.submit(*arguments)

@@ -240,6 +240,14 @@ def test_an_operation_past_its_deadline_never_begins(tmp_path: Path) -> None:
         assert contents(queue, tmp_path / "file")[CHUNK : CHUNK + 4] == bytes(4)
 
 
+def test_a_deadline_counts_from_the_call_also_while_that_waits_for_room(tmp_path: Path) -> None:
+    with held("memory", tmp_path / "file", max_pending=1) as (_, file, first):
+        late = file.pwrite(b"late", CHUNK, deadline_s=0.25)  # there is room in 0.7 s
+        assert first.done()
+        with pytest.raises(DeadlineError):
+            late.result(TIMEOUT_S)
+
+
 def test_a_deadline_far_away_changes_nothing(tmp_path: Path, queue: IOQueue) -> None:
     with queue.open(tmp_path / "file", "w") as file:
         assert file.pwrite(bytes(3 * CHUNK), deadline_s=1e300).result(TIMEOUT_S) == 3 * CHUNK

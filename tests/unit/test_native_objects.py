@@ -18,7 +18,7 @@ made = False
 
 def let_go():
     while not made:
-        tickets = [storage.Ticket() for _ in range(100)]
+        plans = [storage.FaultPlan(0) for _ in range(100)]
 
 others = [threading.Thread(target=let_go, daemon=True) for _ in range(2)]
 for other in others:

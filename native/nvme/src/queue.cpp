@@ -114,7 +114,7 @@ std::shared_ptr<OpenFile> Queue::open(const std::string& path, OpenMode mode, Di
     return file;
 }
 
-bool Queue::submit(Operation operation, std::chrono::nanoseconds patience,
+bool Queue::submit(Operation&& operation, std::chrono::nanoseconds patience,
                    const std::shared_ptr<Doorbell>& bell) {
     refuse_if_forked();
     if (take_room(1, patience) == 0) return false;

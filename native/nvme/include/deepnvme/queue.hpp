@@ -47,11 +47,11 @@ class Queue {
     [[nodiscard]] std::shared_ptr<OpenFile> open(
         const std::string& path, OpenMode mode, DirectIO direct, unsigned permissions,
         const std::optional<DriveOptions>& drive = std::nullopt);
-    // Waits at most `patience` for room. False: max_pending operations are still pending. `bell` is
-    // as in hear(), for an operation with a ticket. The event loop of that bell then submits small
-    // operations, several in one call, so the caller sees to it that the loop calls serve_loop
-    // soon. Throws ClosedError, ForkedError.
-    [[nodiscard]] bool submit(Operation operation, std::chrono::nanoseconds patience,
+    // Waits at most `patience` for room. False: max_pending operations are still pending, and the
+    // operation was not moved from. `bell` is as in hear(), for an operation with a ticket. The
+    // event loop of that bell then submits small operations, several in one call, so the caller
+    // sees to it that the loop calls serve_loop soon. Throws ClosedError, ForkedError.
+    [[nodiscard]] bool submit(Operation&& operation, std::chrono::nanoseconds patience,
                               const std::shared_ptr<Doorbell>& bell = nullptr);
     // Submits operations from the front of the list, in one go, until the queue is full. Returns
     // how many it took. Waits at most `patience` until it can take one.
