@@ -24,7 +24,16 @@ if TYPE_CHECKING:
     import asyncio
     from array import array
 
-__all__ = ["SLICE_S", "Awaited", "IOFuture", "Places", "Waiter", "wake", "wake_loops"]
+__all__ = [
+    "SLICE_S",
+    "Awaited",
+    "IOFuture",
+    "OneStepLock",
+    "Places",
+    "Waiter",
+    "wake",
+    "wake_loops",
+]
 
 _T = TypeVar("_T")
 # What a future's repr and error say of its operation: the verb, the file's path, the offset, the
@@ -113,6 +122,18 @@ class _MadeWhenSeen(Generic[_T]):
         return made
 
 
+class OneStepLock(threading.Condition):
+    """The lock of a future, which `with` takes and lets go in one step for handlers of signals.
+
+    Condition's own methods for `with` are Python: what a handler raises in them leaves the lock
+    locked, and the thread that is to end the future hangs. Python 3.14 and later runs handlers
+    between the two in any case (python/cpython issue 148874).
+    """
+
+    __enter__ = property(lambda self: self._lock.__enter__)
+    __exit__ = property(lambda self: self._lock.__exit__)
+
+
 class IOFuture(_native.FutureBase, concurrent.futures.Future[_T]):
     """The result of one operation: a byte count, or the error that ended it.
 
@@ -130,7 +151,7 @@ class IOFuture(_native.FutureBase, concurrent.futures.Future[_T]):
     # And these are made when they are first looked at. Most futures are only asked for their result
     # and need none of them; code and memory that a thread touches after a long sleep cost it more
     # than all else (decision 0003).
-    _condition: threading.Condition = _MadeWhenSeen(threading.Condition)  # type: ignore[assignment]
+    _condition: threading.Condition = _MadeWhenSeen(OneStepLock)  # type: ignore[assignment]
     _waiters: list[Any] = _MadeWhenSeen[list[Any]](list)  # type: ignore[assignment]
     _done_callbacks: list[Any] = _MadeWhenSeen[list[Any]](list)  # type: ignore[assignment]
 
@@ -322,7 +343,7 @@ class IOFuture(_native.FutureBase, concurrent.futures.Future[_T]):
         self._memory = None
         # So that no attribute below asks native code: its locks may be held by parent threads.
         self._seen = True
-        self._condition = threading.Condition()
+        self._condition = OneStepLock()
         self._done_callbacks = []
         self._waiters = []
         if not self.done():

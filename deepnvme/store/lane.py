@@ -16,7 +16,7 @@ from concurrent.futures._base import FINISHED, PENDING, RUNNING
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
-from deepnvme.queue.future import wake_loops
+from deepnvme.queue.future import OneStepLock, wake_loops
 from deepnvme.queue.pending import report_escaped
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ class StoreFuture(Future[_T]):
 
     def __init__(self) -> None:
         super().__init__()
+        self._condition = OneStepLock()
         self._sleepers: list[threading.Lock] = []
         self._awaiting: list[asyncio.Future[None]] = []
 

@@ -9,6 +9,7 @@ import concurrent.futures
 import contextlib
 import gc
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -1051,3 +1052,119 @@ def test_a_full_queue_that_refuses_stays_usable(tmp_path: Path, backend: str) ->
         for number in range(50):
             assert file.pwrite(bytes([number]), number).result(TIMEOUT_S) == 1
         assert contents(queue, tmp_path / "file") == bytes(range(50))
+
+
+# Python 3.14 runs handlers between taking a lock and the body of its `with`.
+in_one_step = pytest.mark.skipif(
+    sys.version_info >= (3, 14), reason="with takes a lock in two steps from Python 3.14 on"
+)
+
+
+STORM = """
+import faulthandler, signal, sys, time
+import deepnvme
+
+faulthandler.dump_traceback_later(100, exit=True)
+
+class Came(Exception):
+    pass
+
+armed = False
+
+def handler(*_):
+    if armed:
+        raise Came
+
+signal.signal(signal.SIGALRM, handler)
+signal.setitimer(signal.ITIMER_REAL, 0.0003, 0.00037)
+interrupted = number = 0
+with deepnvme.IOQueue(sys.argv[1], max_pending=4) as queue, queue.open("file", "w") as file:
+    file.truncate(1 << 20)
+    buffers = [bytearray(4096) for _ in range(8)]
+    pieces = [memoryview(buffer) for buffer in buffers]
+    futures = []
+    end = time.monotonic() + 4
+    while time.monotonic() < end:
+        try:
+            armed = True
+            futures.append(file.pread(buffers[number % 8], 4096 * (number % 8)))
+            number += 1
+            if number % 3 == 0:
+                futures.append(file.pread_many(pieces, [0] * 8))
+            if number % 5 == 0:
+                futures[-1].result()
+            if number % 11 == 0:
+                file.pread(buffers[0]).add_done_callback(lambda ended: None)
+            armed = False
+        except Came:
+            armed = False
+            interrupted += 1
+        if len(futures) > 40:
+            armed = False
+            for future in futures:
+                assert future.result(20) in (4096, 8 * 4096)
+            futures.clear()
+    armed = False
+    for future in futures:
+        assert future.result(20) in (4096, 8 * 4096)
+    del pieces
+    while queue.stats().pending or queue._pending._futures:
+        time.sleep(0.001)
+    for buffer in buffers:
+        buffer.clear()
+signal.setitimer(signal.ITIMER_REAL, 0)
+assert interrupted > 100, interrupted
+"""
+
+
+@in_one_step
+def test_signals_at_any_moment_lose_no_operation_and_leave_no_future_locked(
+    tmp_path: Path, disk_backend: str
+) -> None:
+    output_of(run_program(STORM, disk_backend, folder=tmp_path))
+
+
+STORM_ON_A_STORE = """
+import faulthandler, signal, sys, time
+import numpy
+from deepnvme import TensorStore
+
+faulthandler.dump_traceback_later(100, exit=True)
+
+class Came(Exception):
+    pass
+
+armed = False
+
+def handler(*_):
+    if armed:
+        raise Came
+
+signal.signal(signal.SIGALRM, handler)
+interrupted = 0
+store = TensorStore.create("store", "16MiB")
+tensor = numpy.zeros(1024, numpy.uint8)
+store.put("name", tensor)
+signal.setitimer(signal.ITIMER_REAL, 0.0003, 0.00037)
+end = time.monotonic() + 2
+while time.monotonic() < end:
+    future = store.put_async("name", tensor)
+    for _ in range(50):
+        try:
+            armed = True
+            future.add_done_callback(lambda ended: None)
+            armed = False
+        except Came:
+            armed = False
+            interrupted += 1
+    future.result(20)
+signal.setitimer(signal.ITIMER_REAL, 0)
+store.commit()
+store.close()
+assert interrupted > 100, interrupted
+"""
+
+
+@in_one_step
+def test_signals_at_any_moment_leave_no_future_of_a_store_locked(tmp_path: Path) -> None:
+    output_of(run_program(STORM_ON_A_STORE, folder=tmp_path))

@@ -291,6 +291,41 @@ def test_a_callback_may_want_a_lock_whose_holder_waits_for_another_operation(
         assert (other.exception(HANG_S) is None) == (ending == "succeeds")
 
 
+def wait_in_vain(future: IOFuture[int]) -> None:
+    with pytest.raises(concurrent.futures.TimeoutError):
+        future.result(0.01)
+
+
+LOOKS: dict[str, Callable[[IOFuture[int]], object]] = {
+    "waited for in vain": wait_in_vain,
+    "waited for in vain with concurrent.futures": lambda future: concurrent.futures.wait(
+        [future], timeout=0.01
+    ),
+    "asked whether it runs": lambda future: future.running(),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_a_callback_may_want_a_lock_whose_holder_waits_for_what_was_looked_at(
+    tmp_path: Path, look: str
+) -> None:
+    lock = threading.Lock()
+    wanted = threading.Event()
+
+    def take(_: object) -> None:
+        wanted.set()
+        with lock:
+            pass
+
+    faults = FaultPlan().delay(delay_us=100_000, nth=2)
+    with held("memory", tmp_path / "file", faults=faults) as (_, file, first), lock:
+        other = file.pwrite(b"x" * CHUNK)
+        LOOKS[look](other)
+        first.add_done_callback(take)
+        assert wanted.wait(TIMEOUT_S)
+        assert other.result(HANG_S) == CHUNK
+
+
 def test_what_waits_on_many_is_told_whoever_waits_for_one(tmp_path: Path) -> None:
     with held("memory", tmp_path / "file", hold_us=SHORTLY_US) as (_, file, first):
         futures = [first, *(file.pwrite(b"x" * CHUNK) for _ in range(10))]
