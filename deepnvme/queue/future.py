@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from array import array
 
 __all__ = [
+    "FINISHED",
     "SLICE_S",
     "Awaited",
     "IOFuture",
@@ -48,7 +49,7 @@ Python runs signal handlers between such calls, so Ctrl-C may take this long.
 _SLEEP_S = 1.0
 """The same for waits for an operation, in which native code runs the signal handlers itself."""
 # Of concurrent.futures.Future._state.
-_PENDING, _FINISHED = "PENDING", "FINISHED"
+_PENDING, FINISHED = "PENDING", "FINISHED"
 _UNDER_WAY = (_PENDING, "RUNNING")
 
 
@@ -167,7 +168,7 @@ class IOFuture(_native.FutureBase, concurrent.futures.Future[_T]):
         verb, path, offset, nbytes, _ = self._about
         if self._state in _UNDER_WAY:
             state = "under way"
-        elif self._state != _FINISHED:
+        elif self._state != FINISHED:
             state = "cancelled"
         elif self._exception is None:
             state = f"ended with {self._result}"
@@ -203,7 +204,7 @@ class IOFuture(_native.FutureBase, concurrent.futures.Future[_T]):
         """Return whether the operation was cancelled."""
         # Future's own takes its lock. Here that would make one, and ask the drive's own thread to
         # lead from now on, which an event loop that awaits would then pay for at each operation.
-        return self._state not in _UNDER_WAY and self._state != _FINISHED
+        return self._state not in _UNDER_WAY and self._state != FINISHED
 
     def done(self) -> bool:
         """Return whether the operation has ended or was cancelled."""
@@ -217,7 +218,7 @@ class IOFuture(_native.FutureBase, concurrent.futures.Future[_T]):
         """Wait for the end, at most `timeout` seconds; return the result or raise the error."""
         left = self._wait(timeout)
         # Future's own takes the lock, which would be made for that alone.
-        if self._state == _FINISHED and self._exception is None:
+        if self._state == FINISHED and self._exception is None:
             return self._result  # type: ignore[return-value]  # it has one then
         # It failed, the time is up, or another thread is about to complete it.
         return super().result(left)
@@ -226,7 +227,7 @@ class IOFuture(_native.FutureBase, concurrent.futures.Future[_T]):
         """Wait for the end, at most `timeout` seconds; return the error, None after success."""
         left = self._wait(timeout)
         # As in result().
-        return self._exception if self._state == _FINISHED else super().exception(left)
+        return self._exception if self._state == FINISHED else super().exception(left)
 
     def add_done_callback(self, fn: Callable[[concurrent.futures.Future[_T]], object]) -> None:
         """Call `fn` with this future at its end.
@@ -264,7 +265,7 @@ class IOFuture(_native.FutureBase, concurrent.futures.Future[_T]):
             # Another thread may have ended the future before it could see this entry.
             if self._state in _UNDER_WAY:
                 yield from waiting
-        if self._state == _FINISHED and self._exception is None:  # as in result()
+        if self._state == FINISHED and self._exception is None:  # as in result()
             return self._result  # type: ignore[return-value]
         # Future's own raises that of concurrent.futures, which asyncio takes for an ordinary error.
         if self.cancelled():
@@ -306,7 +307,7 @@ class IOFuture(_native.FutureBase, concurrent.futures.Future[_T]):
                 return False
             if self._state in _UNDER_WAY:
                 self._result, self._exception = result, error
-                self._state = _FINISHED
+                self._state = FINISHED
             # Threads that came by concurrent.futures sleep here, and not in native code.
             self._condition.notify_all()
             return True
@@ -317,7 +318,7 @@ class IOFuture(_native.FutureBase, concurrent.futures.Future[_T]):
             with self._condition:
                 if self._state in _UNDER_WAY:
                     self._result, self._exception = result, error
-                    self._state = _FINISHED
+                    self._state = FINISHED
                 # Two threads may be refused the same batch at the same time.
                 if self._is_told:
                     return

@@ -156,7 +156,12 @@ class Pending:
         return future
 
     def gather(
-        self, verb: _native.Verb, file: _native.OpenFile, path: str, memory: Memory, offset: int
+        self,
+        verb: _native.Verb,
+        file: _native.OpenFile,
+        path: str,
+        memory: tuple[int, int, object],
+        offset: int,
     ) -> IOFuture[int]:
         """Keep an operation, to be submitted with others in one native call.
 

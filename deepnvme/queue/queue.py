@@ -40,7 +40,7 @@ from deepnvme.memory.buffers import Memory, hold_each, memory_of
 from deepnvme.memory.device_arrays import device_array_of
 from deepnvme.memory.pool import Pool
 from deepnvme.queue.faults import FaultPlan
-from deepnvme.queue.future import SLICE_S, IOFuture
+from deepnvme.queue.future import FINISHED, SLICE_S, IOFuture
 from deepnvme.queue.leftovers import Leftover, at_end_of
 from deepnvme.queue.pending import NO_DEADLINE_S, Pending
 from deepnvme.queue.staging import Staging
@@ -506,10 +506,12 @@ class IOQueue(Closing):
         if self._patience_s is not None:  # WhenFull.RAISE
             return self._move(verb, file, buffer, offset)
         try:
-            memory = memory_of(buffer, writable=verb is _READ)
+            writable = verb is _READ
+            memory = _native.held(buffer, writable) or memory_of(buffer, writable=writable)
         except TypeError:
             return self._move(verb, file, buffer, offset)  # an array on a GPU, or the error again
-        offset = self._checked(offset, memory.nbytes)
+        if not (type(offset) is int and 0 <= offset < _SURELY_FITS) or self._closed:
+            offset = self._checked(offset, memory[1])
         return self._pending.gather(verb, native, file.path, memory, offset)
 
     def _move_many(
@@ -815,11 +817,13 @@ class Batch:
             CancelledError: none failed, and one was cancelled.
         """
         # From the last one: when that has ended most have, which saves wake-ups.
-        ends = [_end_of(future) for future in reversed(self.futures)]
+        for future in reversed(self.futures):
+            if future._state != FINISHED:
+                _end_of(future)
         # Not before all have ended: if a signal interrupts the wait, drain() still finds them.
         futures, self.futures = self.futures, []
-        # in the order of submission again
-        errors = [end for end in reversed(ends) if isinstance(end, NVMeError)]
+        ends = [future._exception for future in futures]
+        errors = [end for end in ends if isinstance(end, NVMeError)]
         if len(errors) == 1:
             raise errors[0]
         if errors:
