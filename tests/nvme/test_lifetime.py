@@ -1083,8 +1083,8 @@ with deepnvme.IOQueue(sys.argv[1], max_pending=4) as queue, queue.open("file", "
     buffers = [bytearray(4096) for _ in range(8)]
     pieces = [memoryview(buffer) for buffer in buffers]
     futures = []
-    end = time.monotonic() + 4
-    while time.monotonic() < end:
+    begun = time.monotonic()
+    while time.monotonic() < begun + 3 or interrupted < 100:  # few come where the machine is busy
         try:
             armed = True
             futures.append(file.pread(buffers[number % 8], 4096 * (number % 8)))
@@ -1092,8 +1092,6 @@ with deepnvme.IOQueue(sys.argv[1], max_pending=4) as queue, queue.open("file", "
             if number % 3 == 0:
                 futures.append(file.pread_many(pieces, [0] * 8))
             if number % 5 == 0:
-                futures[-1].result()
-            if number % 11 == 0:
                 file.pread(buffers[0]).add_done_callback(lambda ended: None)
             armed = False
         except Came:
@@ -1113,7 +1111,6 @@ with deepnvme.IOQueue(sys.argv[1], max_pending=4) as queue, queue.open("file", "
     for buffer in buffers:
         buffer.clear()
 signal.setitimer(signal.ITIMER_REAL, 0)
-assert interrupted > 100, interrupted
 """
 
 
@@ -1146,8 +1143,8 @@ store = TensorStore.create("store", "16MiB")
 tensor = numpy.zeros(1024, numpy.uint8)
 store.put("name", tensor)
 signal.setitimer(signal.ITIMER_REAL, 0.0003, 0.00037)
-end = time.monotonic() + 2
-while time.monotonic() < end:
+begun = time.monotonic()
+while time.monotonic() < begun + 2 or interrupted < 100:
     future = store.put_async("name", tensor)
     for _ in range(50):
         try:
@@ -1161,7 +1158,6 @@ while time.monotonic() < end:
 signal.setitimer(signal.ITIMER_REAL, 0)
 store.commit()
 store.close()
-assert interrupted > 100, interrupted
 """
 
 
