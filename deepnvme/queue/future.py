@@ -145,7 +145,10 @@ class IOFuture(_native.FutureBase, concurrent.futures.Future[_T]):
     and its memory held.
     """
 
-    # The native base class has these of Future's attributes, and all of our own.
+    # The native base class has all of our own attributes, and these of Future's.
+    _waiter: Waiter
+    _about: _About
+    _loop: asyncio.AbstractEventLoop | None  # which completes it, if it was submitted there
     _state: str
     _result: _T | None
     _exception: BaseException | None

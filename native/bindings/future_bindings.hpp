@@ -21,5 +21,5 @@ pybind11::object make_future(pybind11::handle kind, pybind11::handle waiter, pyb
                              pybind11::handle memory, pybind11::handle loop);
 
 // Ends a future with so many bytes, and returns whether a coroutine awaits it. Nothing where
-// something may listen to it: only IOFuture._end can end it then.
+// something may listen to it: IOFuture's own methods end it then, with its lock.
 std::optional<bool> end_unseen(pybind11::handle future, std::uint64_t done);

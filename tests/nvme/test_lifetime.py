@@ -1060,9 +1060,8 @@ in_one_step = pytest.mark.skipif(
 )
 
 
-STORM = """
+SIGNALS = """
 import faulthandler, signal, sys, time
-import deepnvme
 
 faulthandler.dump_traceback_later(100, exit=True)
 
@@ -1076,6 +1075,13 @@ def handler(*_):
         raise Came
 
 signal.signal(signal.SIGALRM, handler)
+"""
+
+STORM = (
+    SIGNALS
+    + """
+import deepnvme
+
 signal.setitimer(signal.ITIMER_REAL, 0.0003, 0.00037)
 interrupted = number = 0
 with deepnvme.IOQueue(sys.argv[1], max_pending=4) as queue, queue.open("file", "w") as file:
@@ -1112,6 +1118,7 @@ with deepnvme.IOQueue(sys.argv[1], max_pending=4) as queue, queue.open("file", "
         buffer.clear()
 signal.setitimer(signal.ITIMER_REAL, 0)
 """
+)
 
 
 @in_one_step
@@ -1121,23 +1128,12 @@ def test_signals_at_any_moment_lose_no_operation_and_leave_no_future_locked(
     output_of(run_program(STORM, disk_backend, folder=tmp_path))
 
 
-STORM_ON_A_STORE = """
-import faulthandler, signal, sys, time
+STORM_ON_A_STORE = (
+    SIGNALS
+    + """
 import numpy
 from deepnvme import TensorStore
 
-faulthandler.dump_traceback_later(100, exit=True)
-
-class Came(Exception):
-    pass
-
-armed = False
-
-def handler(*_):
-    if armed:
-        raise Came
-
-signal.signal(signal.SIGALRM, handler)
 interrupted = 0
 store = TensorStore.create("store", "16MiB")
 tensor = numpy.zeros(1024, numpy.uint8)
@@ -1159,6 +1155,7 @@ signal.setitimer(signal.ITIMER_REAL, 0)
 store.commit()
 store.close()
 """
+)
 
 
 @in_one_step

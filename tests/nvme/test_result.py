@@ -270,10 +270,13 @@ def test_a_callback_added_while_others_wait_is_called_once(tmp_path: Path, backe
     assert sorted(map(id, calls)) == sorted(map(id, futures))
 
 
-@pytest.mark.parametrize("ending", ["succeeds", "fails"])
-def test_a_callback_may_want_a_lock_whose_holder_waits_for_another_operation(
-    tmp_path: Path, ending: str
-) -> None:
+@contextlib.contextmanager
+def waiting_beside_a_callback(
+    path: Path, faults: FaultPlan, look: Callable[[IOFuture[int]], object]
+) -> Iterator[IOFuture[int]]:
+    """Yield a write under way, which was looked at, while a callback wants a lock that the caller
+    holds.
+    """
     lock = threading.Lock()
     wanted = threading.Event()
 
@@ -282,13 +285,22 @@ def test_a_callback_may_want_a_lock_whose_holder_waits_for_another_operation(
         with lock:
             pass
 
+    with held("memory", path, faults=faults) as (_, file, first), lock:
+        other = file.pwrite(b"x" * CHUNK)
+        look(other)
+        first.add_done_callback(take)
+        assert wanted.wait(TIMEOUT_S)
+        yield other
+
+
+@pytest.mark.parametrize("ending", ["succeeds", "fails"])
+def test_a_callback_may_want_a_lock_whose_holder_waits_for_another_operation(
+    tmp_path: Path, ending: str
+) -> None:
     faults = FaultPlan().delay(delay_us=100_000, nth=2)
     if ending == "fails":
         faults.fail(nth=2)
-    with held("memory", tmp_path / "file", faults=faults) as (_, file, first), lock:
-        other = file.pwrite(b"x" * CHUNK)
-        first.add_done_callback(take)
-        assert wanted.wait(TIMEOUT_S)
+    with waiting_beside_a_callback(tmp_path / "file", faults, lambda _: None) as other:
         assert (other.exception(HANG_S) is None) == (ending == "succeeds")
 
 
@@ -310,20 +322,8 @@ LOOKS: dict[str, Callable[[IOFuture[int]], object]] = {
 def test_a_callback_may_want_a_lock_whose_holder_waits_for_what_was_looked_at(
     tmp_path: Path, look: str
 ) -> None:
-    lock = threading.Lock()
-    wanted = threading.Event()
-
-    def take(_: object) -> None:
-        wanted.set()
-        with lock:
-            pass
-
     faults = FaultPlan().delay(delay_us=100_000, nth=2)
-    with held("memory", tmp_path / "file", faults=faults) as (_, file, first), lock:
-        other = file.pwrite(b"x" * CHUNK)
-        LOOKS[look](other)
-        first.add_done_callback(take)
-        assert wanted.wait(TIMEOUT_S)
+    with waiting_beside_a_callback(tmp_path / "file", faults, LOOKS[look]) as other:
         assert other.result(HANG_S) == CHUNK
 
 
