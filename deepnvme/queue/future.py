@@ -13,6 +13,7 @@ import concurrent.futures
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from contextlib import suppress
 from importlib import import_module
@@ -131,8 +132,19 @@ class OneStepLock(threading.Condition):
     between the two in any case (python/cpython issue 148874).
     """
 
+    # Looked up when they are used: Condition's own constructor looks all of them up, which costs
+    # most of what making a future does.
+    acquire = property(lambda self: self._lock.acquire)
+    release = property(lambda self: self._lock.release)
+    _is_owned = property(lambda self: self._lock._is_owned)
+    _release_save = property(lambda self: self._lock._release_save)
+    _acquire_restore = property(lambda self: self._lock._acquire_restore)
     __enter__ = property(lambda self: self._lock.__enter__)
     __exit__ = property(lambda self: self._lock.__exit__)
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._waiters: deque[threading.Lock] = deque()
 
 
 class IOFuture(_native.FutureBase, concurrent.futures.Future[_T]):

@@ -39,8 +39,13 @@ class StoreFuture(Future[_T]):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        # What Future's own constructor sets, with another lock.
         self._condition = OneStepLock()
+        self._state = PENDING
+        self._result: Any = None
+        self._exception: BaseException | None = None
+        self._waiters: list[Any] = []
+        self._done_callbacks: list[Any] = []
         self._sleepers: list[threading.Lock] = []
         self._awaiting: list[asyncio.Future[None]] = []
 

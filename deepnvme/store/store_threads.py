@@ -159,4 +159,4 @@ class StoreThreads:
 
 def _roots(names: Iterable[str]) -> frozenset[str]:
     """Return the names up to the first slash: a state dict and its leaves have that in common."""
-    return frozenset(str(name).split("/", 1)[0] for name in names)
+    return frozenset([str(name).split("/", 1)[0] for name in names])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 
 from deepnvme import Returns, StoreFuture, TensorStore, UncommittedWarning
 from deepnvme.errors import ChecksumError
+from deepnvme.queue.future import OneStepLock
 from deepnvme.store.lane import Lane, Request, Together, each_alone
 from deepnvme.store.tensor_io import TensorIO
 from support.nvme_io import TIMEOUT_S
@@ -260,6 +261,35 @@ def test_a_lane_whose_thread_cannot_start_keeps_no_request(
     assert ended.future.result(TIMEOUT_S) == "ended"
     assert not lost.future.done()
     executor.shutdown()
+
+
+# --- futures -----------------------------------------------------------------------------------
+
+
+def test_a_future_of_a_store_has_all_that_those_of_concurrent_futures_have() -> None:
+    assert {*vars(Future())} <= {*vars(StoreFuture())}
+
+
+def test_the_lock_of_a_future_is_a_condition() -> None:
+    lock, said = OneStepLock(), list[str]()
+
+    def answer() -> None:
+        with lock:
+            said.append("answer")
+            lock.notify_all()
+
+    with lock, lock:  # a thread may take it twice, and gives it up altogether while it waits
+        answering = threading.Thread(target=answer)
+        answering.start()
+        assert lock.wait_for(lambda: said, TIMEOUT_S)
+    answering.join(TIMEOUT_S)
+
+    with lock:
+        assert not lock.wait(0.01)
+    with pytest.raises(RuntimeError, match="un-acquired"):
+        lock.notify()
+    assert lock.acquire(blocking=False)
+    lock.release()
 
 
 # --- in a coroutine ----------------------------------------------------------------------------
