@@ -265,6 +265,10 @@ class Bench:
             for name in order[first:] + order[:first]:
                 measured.update(self._measure(name))
             self.rounds.append(measured)
+        return self.figures()
+
+    def figures(self) -> list[Figure]:
+        """Return the figures of the rounds so far."""
         return [self._compute(wanted) for wanted in self._wanted]
 
     def _first_pass(self) -> dict[str, float]:
@@ -336,7 +340,8 @@ def main(
 ) -> int:
     """Run the bench that `define` registers, as the program `script`; return its exit status.
 
-    A target that does not hold is a result, not a failure: the status is 0 when everything ran.
+    A target that does not hold is a result, not a failure: the status is 0 when everything ran. A
+    bench that is killed leaves its rounds in FILE.part, where `--json FILE` was given.
     `flags` are options of this bench alone, with what they are for; `method` says on its page how
     it measures; `warm_up` as in Bench.
     """
@@ -347,12 +352,22 @@ def main(
     given = frozenset(flag for flag in flags if getattr(options, flag))
     bench = Bench(Path(script).name, options.quick, given, method, warm_up)
     define(bench)
-    figures = _run_shown(bench, quick_rounds if options.quick else rounds)
-    result = document(
-        bench, figures, date=datetime.now(timezone.utc), machine=_machine(), versions=_versions()
-    )
-    if options.json is not None:
-        options.json.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
+    rounds = quick_rounds if options.quick else rounds
+    if options.json is None:
+        _run_shown(bench, rounds, lambda: None)
+        return 0
+    until_the_end = options.json.with_name(f"{options.json.name}.part")
+
+    def write(file: Path) -> None:
+        now = datetime.now(timezone.utc)
+        result = document(
+            bench, bench.figures(), date=now, machine=_machine(), versions=_versions()
+        )
+        file.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
+
+    _run_shown(bench, rounds, lambda: write(until_the_end) if bench.rounds else None)
+    write(options.json)
+    until_the_end.unlink(missing_ok=True)
     return 0
 
 
@@ -417,8 +432,11 @@ def _docstring_of(script: str) -> str | None:
 # --- the terminal ---------------------------------------------------------------------------------
 
 
-def _run_shown(bench: Bench, rounds: int) -> list[Figure]:
-    """Run the bench with progress shown, then print what was measured and the figures."""
+def _run_shown(bench: Bench, rounds: int, between: Callable[[], object]) -> None:
+    """Run the bench with progress shown, then print what was measured and the figures.
+
+    `between` is called before each round.
+    """
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -426,9 +444,12 @@ def _run_shown(bench: Bench, rounds: int) -> list[Figure]:
 
     console = Console(highlight=False)
     with console.status(f"{bench.name}: warm-up") as status:
-        figures = bench.run(
-            rounds, lambda number: status.update(f"{bench.name}: round {number + 1} of {rounds}")
-        )
+
+        def begin(number: int) -> None:
+            status.update(f"{bench.name}: round {number + 1} of {rounds}")
+            between()
+
+        figures = bench.run(rounds, begin)
     measured = Table(f"measured, {rounds} rounds", box=SIMPLE_HEAD)
     for title in ("median", "min", "max", "MAD"):
         measured.add_column(title, justify="right")
@@ -444,7 +465,6 @@ def _run_shown(bench: Bench, rounds: int) -> list[Figure]:
     for figure in figures:
         told.add_row(*map(Text, _row(vars(figure) | {"holds": figure.holds})))
     console.print(told)
-    return figures
 
 
 def _row(figure: Mapping[str, Any]) -> tuple[str, ...]:

@@ -465,6 +465,22 @@ def test_a_bench_script_prints_its_table_and_writes_its_json(
         result["versions"]
     )
     assert {"name", "cpu", "cores", "memory", "gpus"} <= set(result["machine"])
+    assert not (tmp_path / "raw.json.part").exists()
+
+
+def test_a_bench_that_is_killed_leaves_the_rounds_that_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends_in_the_last = "lambda: os._exit(9) if len(run.rounds) == 2 else 1.0"
+    source = SCRIPT.replace("lambda: 2.0 if run.quick else 1.0", ends_in_the_last)
+    (tmp_path / "mine").write_text(source.replace("import sys", "import os, sys", 1))
+
+    done = program(tmp_path / "mine", "--json", tmp_path / "raw.json", monkeypatch=monkeypatch)
+
+    assert done.returncode == 9
+    assert not (tmp_path / "raw.json").exists()
+    [figure] = json.loads((tmp_path / "raw.json.part").read_text())["figures"]
+    assert figure["rounds"] == [1.0, 1.0]
 
 
 def test_a_bench_script_shows_what_only_some_rounds_measured(
