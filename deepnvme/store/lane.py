@@ -46,18 +46,8 @@ class StoreFuture(Future[_T]):
         self._exception: BaseException | None = None
         self._waiters: list[Any] = []
         self._done_callbacks: list[Any] = []
-        self._is_told = False
         self._sleepers: list[threading.Lock] = []
         self._awaiting: list[asyncio.Future[None]] = []
-
-    @property
-    def untold(self) -> BaseException | None:
-        """The error that no caller has asked for yet; None where there is none."""
-        return None if self._is_told else self._exception
-
-    def note_told(self) -> None:
-        """Note that a caller has the error."""
-        self._is_told = True
 
     def cancel(self) -> bool:
         """Take the operation back if no thread has begun it; return whether that was so."""
@@ -71,21 +61,17 @@ class StoreFuture(Future[_T]):
         """Wait for the end, at most `timeout` seconds; return the result or raise the operation's
         error.
         """
-        left = self.wait(timeout)
+        left = self._sleep(timeout)
         if self._state == FINISHED and self._exception is None:
             return cast(_T, self._result)
-        self._is_told = self._state == FINISHED  # else the time is up, or it was cancelled
         return super().result(left)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the end, at most `timeout` seconds; return the operation's error, None where it
         succeeded.
         """
-        left = self.wait(timeout)
-        if self._state != FINISHED:
-            return super().exception(left)
-        self._is_told = True
-        return self._exception
+        left = self._sleep(timeout)
+        return self._exception if self._state == FINISHED else super().exception(left)
 
     def __await__(self) -> Generator[Any, None, _T]:
         """Wait on the running event loop. Cancelling the wait leaves the operation running."""
@@ -103,11 +89,8 @@ class StoreFuture(Future[_T]):
             raise asyncio.CancelledError
         return self.result()
 
-    def wait(self, timeout: float | None = None) -> float | None:
-        """Wait for the end, or until the time is up; return what is left of it.
-
-        Unlike `result` and `exception` it asks for no error.
-        """
+    def _sleep(self, timeout: float | None) -> float | None:
+        """Wait for the end, or until the time is up; return what is left of it."""
         if self._state not in _UNDER_WAY:
             return timeout
         deadline = None if timeout is None else time.monotonic() + timeout

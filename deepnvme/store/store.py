@@ -7,11 +7,11 @@ what to prefetch.
 
 from __future__ import annotations
 
-import errno
 import importlib
 import threading
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from copy import deepcopy
 from enum import Enum
@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any
 
 from deepnvme.choices import byte_count, chosen
-from deepnvme.errors import NVMeError, StoreError
+from deepnvme.errors import NVMeError
 from deepnvme.memory.arrays import (
     Returns,
     Scattered,
@@ -554,12 +554,10 @@ class TensorStore:
     def commit(self) -> int:
         """Make what is put by now the store's content for later processes; return its generation.
 
-        Waits for puts that have begun. Where one has failed and its future was not asked, nothing
-        is committed, and this raises it, once: the next commit is made without. Ctrl-C ends the
+        Waits for puts that have begun; one that fails is not part of the commit. Ctrl-C ends the
         wait, not the commit, which is still made: closing and the next commit wait for it.
 
         Raises:
-            StoreError: what was begun has failed, and no caller has asked for the error.
             PoisonedError: an fsync failed, now or before, so that nothing is certain to be durable;
                 open the store again.
             NVMeError: this commit failed, and the store on the drives is what it was before.
@@ -574,7 +572,7 @@ class TensorStore:
             return self._commit(self._threads.writes())
         return future.result()
 
-    def _commit(self, before: Iterable[StoreFuture[Any] | threading.Lock]) -> int:
+    def _commit(self, before: Iterable[Future[Any] | threading.Lock]) -> int:
         if self.durability is Durability.NONE:
             raise ValueError(
                 "a swap store is gone when it is closed, so it has no commits: to keep tensors, "
@@ -582,7 +580,6 @@ class TensorStore:
             )
         # Before the lock below, which a put of a part takes after it has begun its write.
         self._threads.wait_for(before)
-        self._raise_untold()
         with self._committing:
             # Only now: another commit may have been made while this one waited.
             last = self._commits.generation
@@ -599,22 +596,6 @@ class TensorStore:
                         # Else the commit may be on the drives, and keeps its space.
                         holdings.not_committed(content)
             return last + 1
-
-    def _raise_untold(self) -> None:
-        """Raise what has failed where the caller would otherwise learn it from nothing."""
-        failed = self._threads.take_untold()
-        if not failed:
-            return
-        names = sorted(failed)
-        more = f" and {len(names) - 1} others" if names[1:] else ""
-        error = failed[names[0]]
-        raise StoreError(
-            getattr(error, "errno", None) or errno.EIO,
-            f"what was begun for {names[0]!r}{more} has failed, and its future was not asked: "
-            f"{str(error) or type(error).__name__}. Nothing was committed: put it again, or commit "
-            "again without it",
-            path=str(self._volume.directories[0]),
-        ) from error
 
     # --- the end ----------------------------------------------------------------------------------
 

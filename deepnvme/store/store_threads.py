@@ -9,7 +9,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from deepnvme.errors import ClosedError
@@ -40,9 +41,7 @@ class StoreThreads:
         # The writes under way, on any thread. Weak: a lock that its writer dropped is gone.
         self._writes: weakref.WeakSet[threading.Lock] = weakref.WeakSet()
         # The writes queued here, and the names that they change.
-        self._queued: dict[StoreFuture[Any], frozenset[str]] = {}
-        # Of those that have failed, as long as no caller has asked for the error.
-        self._failed: dict[StoreFuture[Any], frozenset[str]] = {}
+        self._queued: dict[Future[Any], frozenset[str]] = {}
 
     def read(self, work: Callable[[], _T]) -> StoreFuture[_T]:
         """Begin to call `work` on one of the threads that read.
@@ -84,23 +83,7 @@ class StoreThreads:
 
     def _queued_no_more(self, group: Iterable[Request]) -> None:
         for request in group:
-            changed = self._queued.pop(request.future, None)
-            if changed and request.future.untold is not None:
-                with self._lock:
-                    self._failed[request.future] = changed
-
-    def take_untold(self) -> dict[str, BaseException]:
-        """Return the errors of writes that no caller has asked for, by the names that they were to
-        change; their futures count as asked from here on.
-        """
-        with self._lock:
-            failed, self._failed = self._failed, {}
-        found: dict[str, BaseException] = {}
-        for future, changed in failed.items():
-            if (error := future.untold) is not None:
-                future.note_told()
-                found.update(dict.fromkeys(changed, error))
-        return found
+            self._queued.pop(request.future, None)
 
     def wait_for_queued(self, names: Iterable[str]) -> None:
         """Wait for the end of the queued writes that may change one of these names.
@@ -128,7 +111,7 @@ class StoreThreads:
             self._writes.add(under_way)
         return under_way
 
-    def writes(self) -> set[StoreFuture[Any] | threading.Lock]:
+    def writes(self) -> set[Future[Any] | threading.Lock]:
         """Return the writes under way and those queued, for a commit that waits for them.
 
         On the thread that writes, only those under way: what is queued there comes after.
@@ -139,11 +122,12 @@ class StoreThreads:
             return {*self._writes} if on_writer else {*self._writes, *self._queued}
 
     @staticmethod
-    def wait_for(writes: Iterable[StoreFuture[Any] | threading.Lock]) -> None:
+    def wait_for(writes: Iterable[Future[Any] | threading.Lock]) -> None:
         """Wait for the end of these writes, whether they succeed, fail or are cancelled."""
         for write in writes:
-            if isinstance(write, StoreFuture):
-                write.wait()
+            if isinstance(write, Future):
+                with suppress(CancelledError):
+                    write.exception()
             else:
                 with write:  # its writer holds it until the write has ended
                     pass

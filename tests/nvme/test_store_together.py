@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from collections.abc import Iterator, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from deepnvme import Returns, StoreFuture, TensorStore, UncommittedWarning
-from deepnvme.errors import ChecksumError, StoreError
+from deepnvme.errors import ChecksumError
 from deepnvme.queue.future import OneStepLock
 from deepnvme.store.lane import Lane, Request, Together, each_alone
 from deepnvme.store.tensor_io import TensorIO
@@ -207,83 +207,6 @@ def test_each_get_is_read_into_its_own_memory(store: TensorStore) -> None:
     assert (out == 1).all()
     assert again.result(TIMEOUT_S) is not out
     assert new.result(TIMEOUT_S)[0] == 2
-
-
-# --- commits ------------------------------------------------------------------------------------
-
-
-def ask_nothing(future: StoreFuture[None]) -> None:
-    wait([future], TIMEOUT_S)
-
-
-def ask_for_the_result(future: StoreFuture[None]) -> None:
-    with pytest.raises(TypeError):
-        future.result(TIMEOUT_S)
-
-
-def ask_for_the_error(future: StoreFuture[None]) -> None:
-    assert isinstance(future.exception(TIMEOUT_S), TypeError)
-
-
-def ask_in_a_callback(future: StoreFuture[None]) -> None:
-    asked = threading.Event()
-    future.add_done_callback(lambda ended: (ended.exception(), asked.set()))
-    assert asked.wait(TIMEOUT_S)
-
-
-def ask_on_an_event_loop(future: StoreFuture[None]) -> None:
-    async def ask() -> None:
-        await future
-
-    with pytest.raises(TypeError):
-        asyncio.run(ask())
-
-
-def test_a_commit_is_refused_once_where_a_put_failed_that_no_caller_asked(
-    store: TensorStore,
-) -> None:
-    store.put("whole", filled(1))
-    ask_nothing(store.put_async("lost", object()))
-    store.put_async("other", object())
-
-    with pytest.raises(StoreError, match=r"'lost' and 1 others has failed.*Nothing was committed"):
-        store.commit()
-    assert store.generation == 0
-    assert store.commit() == 1
-    assert [*store] == ["whole"]
-
-
-@pytest.mark.parametrize(
-    "ask", [ask_for_the_result, ask_for_the_error, ask_in_a_callback, ask_on_an_event_loop]
-)
-def test_a_commit_leaves_out_a_failed_put_whose_caller_has_the_error(
-    store: TensorStore, ask: Callable[[StoreFuture[None]], None]
-) -> None:
-    store.put("whole", filled(1))
-    ask(store.put_async("lost", object()))
-
-    assert store.commit() == 1
-
-
-def test_a_caller_that_asks_too_early_has_no_error_yet(store: TensorStore) -> None:
-    go = held_writer(store)
-    lost = store.put_async("lost", object())
-    with pytest.raises(TimeoutError):
-        lost.exception(0.01)
-    go.set()
-
-    with pytest.raises(StoreError, match="'lost' has failed"):
-        store.commit()
-
-
-def test_the_error_of_a_commit_that_was_refused_is_its_own(store: TensorStore) -> None:
-    store.put_async("lost", object())
-    refused = store.commit_async()
-    wait([refused], TIMEOUT_S)
-
-    assert store.commit() == 1
-    with pytest.raises(StoreError, match="'lost'"):
-        refused.result(TIMEOUT_S)
 
 
 # --- lanes -------------------------------------------------------------------------------------
