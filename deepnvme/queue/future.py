@@ -136,6 +136,7 @@ class OneStepLock(threading.Condition):
     # most of what making a future does.
     acquire = property(lambda self: self._lock.acquire)
     release = property(lambda self: self._lock.release)
+    locked = property(lambda self: self._lock.locked)  # Python 3.14 and later
     _is_owned = property(lambda self: self._lock._is_owned)
     _release_save = property(lambda self: self._lock._release_save)
     _acquire_restore = property(lambda self: self._lock._acquire_restore)

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
@@ -357,13 +358,16 @@ def main(
         _run_shown(bench, rounds, lambda: None)
         return 0
     until_the_end = options.json.with_name(f"{options.json.name}.part")
+    until_the_end.unlink(missing_ok=True)  # of a run that was killed
+    # Found out once, after the first round: between rounds it would disturb what is measured.
+    machine, versions = cache(_machine), cache(_versions)
 
     def write(file: Path) -> None:
         now = datetime.now(timezone.utc)
-        result = document(
-            bench, bench.figures(), date=now, machine=_machine(), versions=_versions()
-        )
-        file.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
+        result = document(bench, bench.figures(), date=now, machine=machine(), versions=versions())
+        unfinished = file.with_name(f"{file.name}.new")
+        unfinished.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
+        unfinished.replace(file)
 
     _run_shown(bench, rounds, lambda: write(until_the_end) if bench.rounds else None)
     write(options.json)
