@@ -82,8 +82,9 @@ class StoreThreads:
         return request.future
 
     def _queued_no_more(self, group: Iterable[Request]) -> None:
-        for request in group:
-            self._queued.pop(request.future, None)
+        with self._lock:  # others look through all that are queued
+            for request in group:
+                self._queued.pop(request.future, None)
 
     def wait_for_queued(self, names: Iterable[str]) -> None:
         """Wait for the end of the queued writes that may change one of these names.

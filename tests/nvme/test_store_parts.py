@@ -235,6 +235,25 @@ def test_a_commit_waits_for_what_is_queued_and_for_what_other_threads_write() ->
     assert threads.writes() == set()
 
 
+def test_a_write_that_ends_while_a_put_looks_through_the_queued_ones_disturbs_nothing() -> None:
+    threads, held, looked_at = StoreThreads(), threading.Event(), threading.Event()
+    first = threads.write(held.wait, ["first"])
+
+    class Noticed(frozenset[str]):
+        def __and__(self, others: Any) -> frozenset[str]:
+            held.set()
+            first.result(TIMEOUT_S)
+            looked_at.wait(0.05)  # the thread that writes may take it from the queued ones now
+            return frozenset()
+
+    with threads._lock:
+        threads._queued[first] = Noticed(["first"])
+    threads.write(lambda: None, ["second"])
+    threads.wait_for_queued(["second"])
+    threads.join()
+    assert threads.writes() == set()
+
+
 def test_on_the_thread_that_writes_what_is_queued_behind_is_not_waited_for() -> None:
     threads, go = StoreThreads(), threading.Event()
     seen: Future[set[Any]] = Future()
