@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from contextlib import suppress
 from importlib import import_module
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
 from deepnvme import _native
@@ -133,15 +134,16 @@ class OneStepLock(threading.Condition):
     """
 
     # Looked up when they are used: Condition's own constructor looks all of them up, which costs
-    # most of what making a future does.
-    acquire = property(lambda self: self._lock.acquire)
-    release = property(lambda self: self._lock.release)
-    locked = property(lambda self: self._lock.locked)  # Python 3.14 and later
-    _is_owned = property(lambda self: self._lock._is_owned)
-    _release_save = property(lambda self: self._lock._release_save)
-    _acquire_restore = property(lambda self: self._lock._acquire_restore)
-    __enter__ = property(lambda self: self._lock.__enter__)
-    __exit__ = property(lambda self: self._lock.__exit__)
+    # most of what making a future does. By attrgetter, which is native: in a function of ours a
+    # handler could raise, and `wait` would return without the lock.
+    acquire = property(attrgetter("_lock.acquire"))
+    release = property(attrgetter("_lock.release"))
+    locked = property(attrgetter("_lock.locked"))  # Python 3.14 and later
+    _is_owned = property(attrgetter("_lock._is_owned"))
+    _release_save = property(attrgetter("_lock._release_save"))
+    _acquire_restore = property(attrgetter("_lock._acquire_restore"))
+    __enter__ = property(attrgetter("_lock.__enter__"))
+    __exit__ = property(attrgetter("_lock.__exit__"))
 
     def __init__(self) -> None:
         self._lock = threading.RLock()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -290,6 +292,23 @@ def test_the_lock_of_a_future_is_a_condition() -> None:
         lock.notify()
     assert lock.acquire(blocking=False)
     lock.release()
+
+
+def test_the_lock_of_a_future_runs_no_code_of_ours_that_a_signal_could_interrupt() -> None:
+    lock, ran = OneStepLock(), set[str]()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            ran.add(frame.f_code.co_filename)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        with lock:
+            lock.wait(0)
+    finally:
+        sys.setprofile(before)
+    assert ran == {threading.__file__}
 
 
 # --- in a coroutine ----------------------------------------------------------------------------
