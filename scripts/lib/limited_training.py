@@ -16,10 +16,9 @@ from training_place import Place
 import bench
 from trained_apart import Ending, Job, Ran, Result, parameters_of
 
-__all__ = ["MB", "STATE_BYTES", "Training", "differences"]
+__all__ = ["MB", "Training", "differences"]
 
 MB = 10**6
-STATE_BYTES = 14  # per parameter
 LIMIT_S = 900.0
 
 
@@ -118,7 +117,7 @@ class Training:
         """Return the memory that it took, and what it might have."""
         result = self._result
         taken = {
-            "states": STATE_BYTES * self._parameters,
+            "states": self._job.state_bytes * self._parameters,
             "baseline": result.baseline_bytes,
             "computing": result.computing_bytes,
             "growth": result.peak_bytes - result.baseline_bytes,

@@ -46,6 +46,7 @@ __all__ = [
     "Result",
     "Step",
     "Trainer",
+    "deepspeed_config",
     "drive_bytes",
     "main",
     "parameters_of",
@@ -90,7 +91,24 @@ class Job:
     made_in_memory: bool = False
     """Whether the model is made as plain torch makes it, also where its parameters go to drives."""
     dtype: str = "bfloat16"
-    """What plain torch trains in. Ours has its own setting."""
+    """What plain torch and DeepSpeed train in. Ours has its own setting."""
+
+    @property
+    def precision(self) -> str:
+        """That setting of ours for the same."""
+        return {"bfloat16": "bf16", "float32": "fp32"}[self.dtype]
+
+    @property
+    def parameter_bytes(self) -> int:
+        """What a parameter takes where modules compute."""
+        return {"bfloat16": 2, "float32": 4}[self.dtype]
+
+    @property
+    def state_bytes(self) -> int:
+        """What a parameter's states take: the fp32 master, two moments, and what modules compute
+        with where that is not the master.
+        """
+        return {"bfloat16": 14, "float32": 12}[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -464,7 +482,7 @@ def _plain(
     import torch
 
     # In one dtype throughout, moments too: in bf16 8 bytes per parameter, which is the least that
-    # plain torch can do.
+    # plain torch can do; in fp32 16.
     torch.set_default_dtype(getattr(torch, job.dtype))
     model = make()
     forward = model if forward_of is None else forward_of(model)
@@ -481,7 +499,7 @@ def _deepspeed(job: Job, make: Callable[[], TinyGPT]) -> Trainer:
     import torch
 
     deepspeed: Any = import_module("deepspeed")
-    config = _deepspeed_config(job)
+    config = deepspeed_config(job)
     with deepspeed.zero.Init(config_dict_or_path=config):
         model = make()
     with deepspeed.zero.GatheredParameters(model.embedding.weight, modifier_rank=0):
@@ -491,7 +509,7 @@ def _deepspeed(job: Job, make: Callable[[], TinyGPT]) -> Trainer:
     return Trainer(model, engine, engine.backward, engine.step)
 
 
-def _deepspeed_config(job: Job) -> dict[str, Any]:
+def deepspeed_config(job: Job) -> dict[str, Any]:
     """Return the settings with which DeepSpeed takes the least memory, of those tried: all on NVMe,
     smallest buffers.
 
@@ -503,7 +521,7 @@ def _deepspeed_config(job: Job) -> dict[str, Any]:
     leanest = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": 0.0,  # its default is 1.0, and nobody else clips here
-        "bf16": {"enabled": True},
+        "bf16": {"enabled": job.dtype == "bfloat16"},
         "optimizer": {
             "type": "AdamW",
             "params": {"lr": LR, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01},

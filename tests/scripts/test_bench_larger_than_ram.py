@@ -24,7 +24,17 @@ import env
 from memory_group import GroupUnavailableError
 from support.scripts import load_script
 from support.warm_trainings import train_warm
-from trained_apart import Ending, Job, Ran, Result, Step, parameters_of, train_apart, words_of
+from trained_apart import (
+    Ending,
+    Job,
+    Ran,
+    Result,
+    Step,
+    deepspeed_config,
+    parameters_of,
+    train_apart,
+    words_of,
+)
 
 MIB = 1 << 20
 IN_MEMORY = {"strategy": "host_only", "precision": "bf16"}
@@ -354,16 +364,31 @@ def test_sizes_are_what_is_asked_for() -> None:
         parameters_of(full.growing_width, depth, 16) for depth in full.growing_depths
     )
     assert (len(full.growing_depths), largest / smallest >= 16) == (5, True)
-    assert smallest * RAM.STATE_BYTES > full.growing_budget
+    assert smallest * 12 > full.growing_budget
     assert parameters_of(once.width, once.depth, 256) >= 3e9
-    assert parameters_of(once.width, once.depth, 256) * RAM.STATE_BYTES >= 42e9
+    assert parameters_of(once.width, once.depth, 256) * 14 >= 42e9
     assert once.host_budget == 12 * RAM.GIB
 
 
-def test_settings_of_trainings_survive_json() -> None:
-    settings = RAM.streamed({"host": MIB, "nvme": {"/drive": MIB}}, 1 << 20)
+def test_settings_of_trainings_survive_json(job: Job) -> None:
+    pytest.importorskip("torch", reason="counts parameters")
+    settings = RAM.streamed(job, MIB, 1 << 20)
 
     assert json.loads(json.dumps(settings)) == settings
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "state_bytes"), [("bfloat16", "bf16", 14), ("float32", "fp32", 12)]
+)
+def test_all_systems_train_in_what_the_job_says(
+    job: Job, dtype: str, precision: str, state_bytes: int
+) -> None:
+    pytest.importorskip("torch", reason="counts parameters")
+    job = replace(job, dtype=dtype)
+
+    assert RAM.streamed(job, MIB, 1 << 20)["precision"] == precision
+    assert deepspeed_config(job)["bf16"] == {"enabled": precision == "bf16"}
+    assert job.state_bytes == state_bytes
 
 
 # --- where they happen ----------------------------------------------------------------------------
@@ -378,7 +403,8 @@ def test_a_training_that_the_drive_has_no_room_for_is_refused_before_it_begins(
     with ExitStack() as until_end:
         place = RAM.Place(until_end)
         job = place.job("ours", 64, 1, 10)
-        settings = RAM.streamed({"host": MIB, "nvme": {job.folder: 49 * 10**9}}, 1 << 20)
+        settings = RAM.streamed(job, MIB, 1 << 20)
+        settings["budget"]["nvme"] = {job.folder: 49 * 10**9}
 
         with pytest.raises(
             bench.UnavailableError,
