@@ -321,9 +321,9 @@ class ParameterFetcher(ResidentParameters[Fetched]):
     def _expect(self, number: int) -> None:
         """Reserve memory for a parameter that the update is about to make, piece by piece.
 
-        Evicts for that only what is needed later.
+        Not before what is needed sooner, and evicts for that only what is needed later.
         """
-        if self._pieces.may_expect(number):
+        if self._pieces.may_expect(number) and self.resident.comes_next(number):
             for idle in self.resident.room_before(number):
                 self._evict(idle)
             self._pieces.expect(number)

@@ -72,6 +72,7 @@ class ResidentSet(Generic[_Entry]):
         self._order = EvictionOrder(self._entries, self.held, self._trace.next_use, pinned)
         # Every use before this position of the trace has its members, resident or in flight.
         self._ahead = 0
+        self._taken = 0  # and before this one, reservations counted as well
         self.stats = FetchingStats()
 
     # --- uses -------------------------------------------------------------------------------------
@@ -85,7 +86,7 @@ class ResidentSet(Generic[_Entry]):
             self._order.note_use(use.parameters)
         else:
             # After a jump in the trace, nothing ahead is known to be there.
-            self._ahead = self._trace.at
+            self._ahead = self._taken = self._trace.at
             self._order.restart()
 
     def next_use(self, number: int) -> int:
@@ -100,7 +101,7 @@ class ResidentSet(Generic[_Entry]):
     def expect(self, uses: Sequence[Use]) -> None:
         """Predict these uses, of which the first is next, where no step has shown any."""
         self._trace.expect(uses)
-        self._ahead = 0
+        self._ahead = self._taken = 0
         self._order.restart()
 
     def begin_pass(self) -> None:
@@ -111,13 +112,13 @@ class ResidentSet(Generic[_Entry]):
         """Note that the outermost call has ended without a graph: it may come again."""
         repeated = self._trace.end_pass()
         if repeated:
-            self._ahead = 0
+            self._ahead = self._taken = 0
             self._order.let_stay(kept_between_passes(repeated, self._nbytes, self.limit))
 
     def end_step(self) -> TraceMismatch | None:
         """Start the next step's trace; return where this step left that of the one before."""
         mismatch = self._trace.end_step()
-        self._ahead = 0
+        self._ahead = self._taken = 0
         self._order.let_stay(())
         return mismatch
 
@@ -191,8 +192,10 @@ class ResidentSet(Generic[_Entry]):
 
     def fetch_again(self, number: int) -> None:
         """Look again, when prefetching, at the next use of a member that could not come yet."""
+        position = self._trace.next_use(number)
         if self._ahead > self._trace.at:
-            self._ahead = min(self._ahead, self._trace.next_use(number))
+            self._ahead = min(self._ahead, position)
+        self._taken = min(self._taken, position)
 
     # --- decisions --------------------------------------------------------------------------------
 
@@ -215,6 +218,22 @@ class ResidentSet(Generic[_Entry]):
             if leaving is None:
                 return
             yield leaving
+
+    def comes_next(self, number: int) -> bool:
+        """Tell whether all uses before a member's next one have theirs, or room reserved for them.
+
+        Else room for it would be room that they need sooner.
+        """
+        uses = self._trace.trace.uses
+        self._taken = max(self._taken, self._trace.at)
+        position = min(self._trace.next_use(number), len(uses))
+        # From there on as far as is known: this is asked for each piece of each member.
+        while self._taken < position:
+            needed = uses[self._taken].parameters
+            if not all(other in self._entries or other in self._reserved for other in needed):
+                return False
+            self._taken += 1
+        return True
 
     def room_before(self, number: int) -> Iterator[int]:
         """Yield what is to leave for a member that is not needed yet: only what is needed later."""

@@ -158,6 +158,14 @@ class ResidentSetMachine(RuleBasedStateMachine):
             assert self.set.next_use(idle) > at
             self.leave(idle)
 
+    @invariant()
+    def a_member_comes_next_once_all_uses_before_its_own_have_theirs_or_room(self) -> None:
+        trace, present = self.set._trace, {*self.members, *self.reserved}
+        for number in NUMBERS:
+            before = trace.upcoming(trace.at, self.set.next_use(number))
+            provided = all(present.issuperset(use.parameters) for _, use in before)
+            assert self.set.comes_next(number) == provided
+
     def chosen(self, upcoming: Sequence[tuple[int, Use]], unmade: set[int]) -> Fetches:
         """Return what is fetched and evicted, from all members."""
         left = [number for number in self.idle() if number not in self.staying]
