@@ -7,12 +7,13 @@ few hundredths less there is none. Called where the planner has refused.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import combinations, islice
 from math import inf, isinf
 from types import MappingProxyType
+from typing import TypeAlias
 
 from infinity_engine.optim import FloatFormat, Formats
 from infinity_engine.placement.tiles import has_large_layers, tiled_by_room
@@ -42,6 +43,9 @@ _MOST_WITH_TILES = 1  # likewise, where layers are cut anew for each memory
 _SHORTEST, _TOKENS = 128, 128  # of a sequence, and the steps in which it gets shorter
 _LEAST_POSITIONS = 64  # of a tile of the sequence
 _CHECKPOINT = "checkpoint activations (--checkpointing)"
+
+_Changes: TypeAlias = "Callable[[Planner], Iterator[tuple[str, Training]]]"
+"""Finds changes of one kind, each in words and as the training that it makes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +133,9 @@ def explain_refusal(
     ).with_training(training)
     there, least = _there(planner), _least_of_each(planner)
     larger = list(_larger(planner, least=least))
-    remedies = [*_left_open(planner), *larger, *_other(planner)]
-    if training.model.activations.are_known:
+    together = list(_together(planner))
+    remedies = [*_left_open(planner), *together, *larger, *_other(planner)]
+    if training.model.activations.are_known and not together:
         remedies += _combined(planner, [remedy.more for remedy in larger])
     return Refusal(
         model=training.model.name,
@@ -466,12 +471,8 @@ def _changes(planner: Planner) -> Iterator[tuple[str, Training]]:
     tiled = tiled_by_room(training.model, width=training.width, room=room)
     if tiled is not None and not planner.cuts_layers:
         yield f"{tiled} (--tiling auto)", replace(training, model=tiled.model)
-    if not training.checkpointing and training.model.activations.are_known:
-        yield _CHECKPOINT, replace(training, checkpointing=True)
-    elif not training.inputs_moved and training.input_bytes() and not planner.means.unified:
-        moved = format_bytes(training.input_bytes())
-        words = f"inputs of blocks on drives or the host, {moved} there (--offload-inputs)"
-        yield words, replace(training, inputs_moved=True)
+    yield from _checkpointed(planner)
+    yield from _moved_inputs(planner)
     yield from _tiles_of_sequence(planner)
     yield from _chunked_loss(planner)
     yield from _smaller_batches(planner)
@@ -489,6 +490,48 @@ def _changes(planner: Planner) -> Iterator[tuple[str, Training]]:
     if len(training.state_names) > 1:
         lion = replace(training, state_names=training.state_names[:1])
         yield "an optimizer with one state (--optimizer lion)", lion
+
+
+def _together(planner: Planner) -> Iterator[Remedy]:
+    """Yield the fewest changes with which it fits together, of those that compute the same from the
+    same tokens; nothing where one of them is enough alone.
+    """
+    kinds = (_checkpointed, _chunked_loss, _moved_inputs, _tiles_of_sequence)
+    for count in range(1, len(kinds) + 1):
+        found = [words for each in combinations(kinds, count) if (words := _enough(planner, each))]
+        if found:
+            yield from (Remedy(words, Needs(0, 0, 0)) for words in found if count > 1)
+            return
+
+
+def _enough(planner: Planner, kinds: Sequence[_Changes]) -> str:
+    """Return one change of each kind after the other; nothing where that is not enough, or where
+    there is no change of a kind.
+    """
+    words = []
+    for kind in kinds:
+        found = next(kind(planner), None)
+        if found is None:
+            return ""
+        words.append(found[0])
+        planner = planner.with_training(found[1])
+    return " and ".join(words) if planner.fits() else ""
+
+
+def _checkpointed(planner: Planner) -> Iterator[tuple[str, Training]]:
+    training = planner.training
+    if not training.checkpointing and training.model.activations.are_known:
+        yield _CHECKPOINT, replace(training, checkpointing=True)
+
+
+def _moved_inputs(planner: Planner) -> Iterator[tuple[str, Training]]:
+    training = planner.training
+    if not training.checkpointing or training.inputs_moved or planner.means.unified:
+        return
+    if training.input_bytes():
+        moved = format_bytes(training.input_bytes())
+        words = f"inputs of blocks on drives or the host, {moved} there (--offload-inputs)"
+        yield words, replace(training, inputs_moved=True)
 
 
 def _chunked_loss(planner: Planner) -> Iterator[tuple[str, Training]]:

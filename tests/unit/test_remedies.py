@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
@@ -109,6 +110,8 @@ def changed(training: Training, remedy: Remedy) -> Training:
         found["checkpointing"] = True
     if "--loss" in after:
         found["chunked_loss"] = True
+    if "--offload-inputs" in words:
+        found["inputs_moved"] = True
     return replace(training, **found)
 
 
@@ -275,6 +278,31 @@ def test_tiles_of_the_sequence_are_offered_with_what_is_missing_then() -> None:
     assert is_planned(tiled, beside_inputs(tiled, larger(means, combined.more)))
     larger_tiles = replace(tiled, tile_positions=2 * (tiled.tile_positions or 0))
     assert not is_planned(larger_tiles, beside_inputs(larger_tiles, larger(means, combined.more)))
+
+
+@pytest.mark.parametrize(
+    ("model", "device", "sequence", "changes"),
+    [
+        ("qwen3-8b", 22.8, 40960, {("--loss", "--offload-inputs"), ("--loss", "--tile-sequence")}),
+        ("llama-3.2-3b", 15.2, 65536, {("--loss", "--offload-inputs")}),
+        ("qwen2.5-7b", 22.8, 131072, {("--loss", "--offload-inputs", "--tile-sequence")}),
+    ],
+)
+def test_the_fewest_changes_that_cost_nothing_come_before_all_that_does(
+    model: str, device: float, sequence: int, changes: set[tuple[str, ...]]
+) -> None:
+    training = replace(training_of(preset(model)), sequence=sequence, checkpointing=True)
+    means = Means(
+        budget=ResolvedBudget(device=int(device * GiB), host=172 * GiB),
+        rates=random_case(0)[1].rates,
+    )
+
+    first = explain_refusal(training, means).remedies[: len(changes)]
+
+    assert {tuple(re.findall(r"\((--[\w-]+)", remedy.change)) for remedy in first} == changes
+    for remedy in first:
+        after = changed(training, remedy)
+        assert is_planned(after, beside_inputs(after, means))
 
 
 def test_no_change_is_offered_with_memory_that_would_do_alone() -> None:
