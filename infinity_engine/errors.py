@@ -93,7 +93,10 @@ class ConfigError(InfinityError, ValueError):
         )
 
     def _message(self) -> str:
-        return f"{self.field}: expected {self.expected}, got {_shown(self.value)}"
+        # An option of a command line that was not given has no value.
+        is_given = self.value is not None or not self.field.startswith("--")
+        got = f"got {_shown(self.value)}" if is_given else "and it was not given"
+        return f"{self.field}: expected {self.expected}, {got}"
 
 
 @dataclass(kw_only=True, eq=False)

@@ -184,7 +184,7 @@ def _phases(report: PlanReport) -> Rows:
         if not report.knows(phase):
             yield phase.name, _UNKNOWN
             continue
-        yield phase.name, f"{seconds_in_words(phase.seconds)}, bound by {phase.binding}"
+        yield phase.name, f"{seconds_in_words(phase.seconds)}, bound by {phase.bound_by}"
     yield from _again(report)
     yield from _between_ranks(report)
 
@@ -265,7 +265,7 @@ def _times(report: PlanReport) -> Rows:
             f"{name} {part:.0%}"
             for name, part in sorted(phase.utilisation.items(), key=lambda entry: -entry[1])
         )
-        yield phase.name, f"{seconds_in_words(phase.seconds)}, bound by {phase.binding} ({used})"
+        yield phase.name, f"{seconds_in_words(phase.seconds)}, bound by {phase.bound_by} ({used})"
     if report.update_utilisation and all(phase.name != "update" for phase in report.phases):
         ranked = sorted(report.update_utilisation.items(), key=lambda it: -it[1])
         used = ", ".join(f"{resource(lane)} {part:.0%}" for lane, part in ranked)
@@ -351,9 +351,9 @@ def _tiles(tiles: TileAdvice) -> Rows:
 def _wear(wear: WearForecast) -> Rows:
     yield "written", f"{wear.written_per_day / TB:,.1f} TB in a day of steps"
     if wear.years is not None and wear.rated_bytes is not None:
-        days = wear.years * 365.25
-        # Below two years, days say more.
-        life = f"{wear.years:,.1f} years" if wear.years >= 2 else f"{days:,.0f} days"
+        # Below two years, days say more, and below a day, hours.
+        seconds = wear.years * 365.25 * DAY_S
+        life = f"{wear.years:,.1f} years" if wear.years >= 2 else _time_in_words(seconds)
         yield "drives' life", f"{life} of steps, at {wear.rated_bytes / TB:,.0f} TB rated"
 
 
@@ -362,7 +362,8 @@ def range_in_words(report: PlanReport, advice: Advice) -> str:
     is not known.
     """
     if advice.step_range is None:
-        return ""
+        is_known = computes(report) or advice.source.value != "published"
+        return "" if is_known else " (with published rates, of another machine than yours)"
     least, most = map(seconds_in_words, advice.step_range)
     return f" ({least} to {most} with {_SOURCES[advice.source.value]})"
 
@@ -381,6 +382,8 @@ def _purchases(report: PlanReport, advice: Advice) -> Rows:
             day = f"{written / TB:,.1f} -> {purchase.written_per_day / TB:,.1f}"
             change += f", {day} TB written a day"
         yield purchase.what, change
+    if others := gains[_MOST_PURCHASES:]:
+        yield "less", "; ".join(f"{it.what}: {seconds_in_words(it.step_s)}" for it in others)
     idle = [purchase.what for purchase in advice.purchases if purchase.saved < _WORTH_SHOWING]
     if idle:
         yield "no gain", "; ".join(idle)
@@ -396,13 +399,16 @@ def _purchases(report: PlanReport, advice: Advice) -> Rows:
 def _run(run: RunForecast, wear: WearForecast | None) -> Rows:
     """Yield what a run takes, and what it would take with more micro-batches in a step."""
     rated_bytes = wear.rated_bytes if wear is not None else None
-    yield f"{run.tokens:,} tokens", f"{run.steps:,} steps, {_takes(run, rated_bytes)}"
+    yield f"{run.tokens:,} tokens", f"{_steps(run.steps)}, {_takes(run, rated_bytes)}"
     more = run.accumulated
     if more is not None:
-        yield (
-            f"--accumulation {more.accumulation}",
-            f"{more.steps:,} steps, {_takes(more, rated_bytes)}",
-        )
+        times = more.accumulation // run.accumulation
+        words = f"{_steps(more.steps)} of {times} times the tokens, {_takes(more, rated_bytes)}"
+        yield f"--accumulation {more.accumulation}", words
+
+
+def _steps(count: int) -> str:
+    return f"{count:,} step" + ("s" if count != 1 else "")
 
 
 def _takes(run: RunForecast, rated_bytes: int | None) -> str:

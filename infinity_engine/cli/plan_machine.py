@@ -10,7 +10,7 @@ import argparse
 import copy
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from infinity_engine.cli.plan_question import flag, given_in, size_of
 from infinity_engine.errors import ConfigError
-from infinity_engine.units import format_bytes
+from infinity_engine.units import GB, format_bytes
 
 if TYPE_CHECKING:
     from infinity_engine.advice.doubt import RateSource
@@ -243,7 +243,9 @@ def better_gpus_of(
     for better in better_gpus(sheet):
         parts = ["--gpu", better.name, "--gpu-mem", f"{better.memory_bytes - taken} B"]
         bought = parser.parse_args(parts, copy.copy(options))
-        found[better.name] = machine_of(bought, precision, training).means
+        is_faster = better.pcie > sheet.pcie and not options.pcie
+        slot = f" in a PCIe {better.pcie} slot" if is_faster else ""
+        found[better.name + slot] = machine_of(bought, precision, training).means
     return found
 
 
@@ -265,7 +267,8 @@ def _check_gpus(given: Mapping[str, Any], known: _Known, gpus: int) -> None:
             expected = "nothing, as there are no GPUs (--gpus is 0)"
             raise ConfigError(field=flag(name), value=given[name], expected=expected)
     if known.is_here and gpus > known.gpus and "gpu_mem" not in given:
-        expected = f"at most {known.gpus}, as this machine has so many; or --gpu-mem beside it"
+        there = f"at most {known.gpus}" if known.gpus else "0"
+        expected = f"{there}, as this machine has no more; or --gpu-mem beside it"
         raise ConfigError(field="--gpus", value=gpus, expected=expected)
 
 
@@ -373,7 +376,19 @@ def _with_drives(known: _Known, sheets: list[DriveSheet]) -> _Known:
         sizes={**known.sizes, "--nvme": sum(sheet.capacity_bytes for sheet in sheets)},
         parts=(*known.parts, *(sheet.name for sheet in sheets)),
         rated_bytes=sum(sheet.rated_bytes for sheet in sheets),
+        notes=(*known.notes, *_writes_assumed(sheets)),
     )
+
+
+def _writes_assumed(sheets: Iterable[DriveSheet]) -> Iterator[str]:
+    """Yield a note for each kind of drive that is planned with less than its sheet says."""
+    for sheet in dict.fromkeys(sheets):
+        if sheet.sustained_bytes_per_s is None:
+            yield (
+                f"a {sheet.name} is taken to write {sheet.write_bytes_per_s / GB:g} GB/s, as such "
+                f"drives do once their cache is full: the {sheet.burst_bytes_per_s / GB:g} of its "
+                "data sheet are those of the cache"
+            )
 
 
 def _also(

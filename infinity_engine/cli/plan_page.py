@@ -97,7 +97,7 @@ def refusal_page(refusal: Refusal) -> str:
 def _phases(report: PlanReport) -> Iterator[Sequence[str]]:
     for phase in report.phases:
         if report.knows(phase):
-            yield phase.name, f"{phase.seconds:,.3g}", phase.binding
+            yield phase.name, f"{phase.seconds:,.3g}", phase.bound_by
         else:
             yield phase.name, "unknown", ""
     if report.micro_batches > 1 and computes(report):

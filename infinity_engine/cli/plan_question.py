@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from difflib import get_close_matches
 from fractions import Fraction
 from importlib.util import find_spec
 from pathlib import Path
@@ -420,19 +421,20 @@ def _whole(given: str | None) -> ModelShape:
 
 def _of_id(given: str) -> ModelShape:
     """Return the model of a Hugging Face id: that of the local cache, else that of the preset."""
-    from infinity_engine.sim.presets import PRESET_OF_ID, preset
+    from infinity_engine.sim.presets import PRESET_OF_ID, preset, preset_of_id
 
     folder = _cached(given)
     if folder is not None:
         return _described(folder)
-    names = {name.lower(): known for name, known in PRESET_OF_ID.items()}
-    if given.lower() not in names:
+    name = preset_of_id(given)
+    if not name:
+        near = get_close_matches(given, PRESET_OF_ID, n=1)
+        nearest = f" (nearest: {near[0]})" if near else ""
         expected = (
-            f"a model with its config.json in {_cache()}, or the id of a preset, as this command "
-            "asks no network: download it there, or give the path of its config.json"
+            f"a model with its config.json in {_cache()}, or the id of a preset{nearest}, as this "
+            "command asks no network: download it there, or give the path of its config.json"
         )
         raise ConfigError(field="--model", value=given, expected=expected)
-    name = names[given.lower()]
     model = preset(name)
     note = f"{given} is not in the local cache: it is planned as the preset {name}"
     return replace(model, notes=(*model.notes, note))
@@ -442,9 +444,15 @@ def _described(path: Path) -> ModelShape:
     """Return the model of a config.json: of a family that is not known, by Transformers, where that
     is installed.
     """
-    from infinity_engine.sim.configs import FAMILIES, model_of_config, open_config
+    from infinity_engine.sim.configs import (
+        FAMILIES,
+        check_one_stack,
+        model_of_config,
+        open_config,
+    )
 
     config, name = open_config(path)
+    check_one_stack(config)
     if (
         isinstance(config, dict)
         and isinstance(kind := config.get("model_type"), str)

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 from infinity_engine.errors import ConfigError
 from infinity_engine.placement.models import Activations, ModelShape, ModuleShape, ParameterShape
 
-__all__ = ["FAMILIES", "model_of_config", "open_config"]
+__all__ = ["FAMILIES", "check_one_stack", "model_of_config", "open_config"]
 
 # what is more is no size that is meant
 _MOST, _MOST_TOKENS, _MOST_LAYERS, _MOST_EXPERTS = 2**24, 2**31, 1000, 1000
@@ -589,6 +589,13 @@ def _gpt_neox(config: _Fields) -> _Model:
     )
 
 
+def check_one_stack(config: object) -> None:
+    """Refuse a config of an encoder with a decoder."""
+    if isinstance(config, Mapping) and config.get("is_encoder_decoder"):
+        expected = "one stack of layers: encoders with decoders are not planned"
+        raise ConfigError(field="config.is_encoder_decoder", value=True, expected=expected)
+
+
 def _alike(config: Mapping[str, object], kind: str) -> tuple[Mapping[str, object], _Family]:
     """Return a config of a family that is known, with the sizes of one that is not.
 
@@ -617,9 +624,7 @@ def _alike(config: Mapping[str, object], kind: str) -> tuple[Mapping[str, object
             f"a family that is known ({', '.join(FAMILIES)}), or one like these: with attention"
         )
         raise ConfigError(field="config.model_type", value=kind, expected=expected)
-    if sizes.get("is_encoder_decoder"):
-        expected = "one stack of layers: encoders with decoders are not planned"
-        raise ConfigError(field="config.is_encoder_decoder", value=True, expected=expected)
+    check_one_stack(sizes)
     if isinstance(hidden := named["hidden_size"], int):
         named.setdefault("intermediate_size", 4 * hidden)
     if sizes.get("multi_query") is True:

@@ -14,7 +14,7 @@ from infinity_engine.errors import ConfigError
 from infinity_engine.placement.models import ModelShape
 from infinity_engine.sim.configs import model_of_config
 
-__all__ = ["PRESETS", "PRESET_OF_ID", "preset"]
+__all__ = ["PRESETS", "PRESET_OF_ID", "preset", "preset_of_id"]
 
 
 def _gpt2(hidden: int, layers: int, heads: int) -> Mapping[str, object]:
@@ -93,6 +93,12 @@ PRESETS: Mapping[str, Mapping[str, object]] = MappingProxyType(
         ),
         "llama-3-70b": _gated(
             "llama", "8192 x 28672, 80, 64 / 8", vocabulary=128256, positions=8192
+        ),
+        "llama-3.1-8b": _gated(
+            "llama", "4096 x 14336, 32, 32 / 8", vocabulary=128256, positions=131072
+        ),
+        "llama-3.1-70b": _gated(
+            "llama", "8192 x 28672, 80, 64 / 8", vocabulary=128256, positions=131072
         ),
         "llama-3.1-405b": _gated(
             "llama", "16384 x 53248, 126, 128 / 8", vocabulary=128256, positions=131072
@@ -199,8 +205,13 @@ PRESET_OF_ID: Mapping[str, str] = MappingProxyType(
         "meta-llama/Llama-2-70b-hf": "llama-2-70b",
         "meta-llama/Meta-Llama-3-8B": "llama-3-8b",
         "meta-llama/Meta-Llama-3-70B": "llama-3-70b",
+        "meta-llama/Llama-3.1-8B": "llama-3.1-8b",
+        "meta-llama/Llama-3.1-70B": "llama-3.1-70b",
+        "meta-llama/Llama-3.3-70B": "llama-3.1-70b",
         "meta-llama/Llama-3.1-405B": "llama-3.1-405b",
-        "meta-llama/Meta-Llama-3.1-405B": "llama-3.1-405b",  # its first name
+        "meta-llama/Meta-Llama-3.1-8B": "llama-3.1-8b",
+        "meta-llama/Meta-Llama-3.1-70B": "llama-3.1-70b",
+        "meta-llama/Meta-Llama-3.1-405B": "llama-3.1-405b",  # their first names
         "meta-llama/Llama-3.2-1B": "llama-3.2-1b",
         "meta-llama/Llama-3.2-3B": "llama-3.2-3b",
         "mistralai/Mistral-7B-v0.1": "mistral-7b",
@@ -238,6 +249,17 @@ PRESET_OF_ID: Mapping[str, str] = MappingProxyType(
     }
 )
 """The presets by their ids on Hugging Face's hub."""
+_TUNED = frozenset({"base", "chat", "instruct", "it", "pt"})
+
+
+def preset_of_id(given: str) -> str:
+    """Return the preset of an id, also of a model that was tuned from it; empty: there is none."""
+    names = {_untuned(known): name for known, name in PRESET_OF_ID.items()}
+    return names.get(_untuned(given), "")
+
+
+def _untuned(name: str) -> str:
+    return "-".join(word for word in name.lower().split("-") if word not in _TUNED)
 
 
 def preset(name: str) -> ModelShape:

@@ -34,6 +34,8 @@ __all__ = [
 
 _DAYS_PER_YEAR = 365.25
 _SUMMED = 4  # bytes of an fp32 sum
+_READS, _WRITES = "reads of the drives", "writes to the drives"
+_AS_BUSY = 0.9  # times as busy as the other way
 _COMPUTE = "compute"
 _EXCHANGE = "exchange between ranks"
 
@@ -61,6 +63,14 @@ class PhaseReport:
     seconds: float
     binding: str
     utilisation: Mapping[str, float]
+
+    @property
+    def bound_by(self) -> str:
+        """What works longest, in words; both ways of the drives, where both are as busy."""
+        busy = [self.utilisation.get(way, 0.0) for way in (_READS, _WRITES)]
+        if self.binding in (_READS, _WRITES) and min(busy) >= _AS_BUSY * max(busy):
+            return "reads and writes of the drives"
+        return self.binding
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +147,7 @@ class PlanReport:
             self.phases,
             key=lambda phase: phase.seconds + (self.repeated_s if phase is last else 0),
         )
-        return longest.binding
+        return longest.bound_by
 
     def knows(self, phase: PhaseReport) -> bool:
         """Tell whether the time of a phase is known: all but updates need a rate of computing."""
@@ -184,6 +194,7 @@ class PlanReport:
             },
             "host_bytes_per_parameter": self.host_bytes_per_parameter,
             "step_s": self.step_s,
+            "computing_is_known": self.tokens_per_s is not None,
             "tokens_per_s": self.tokens_per_s,
             "gathering_s": self.gathering_s,
             "micro_batches": self.micro_batches,
@@ -404,8 +415,8 @@ def resource(lane: Lane, phase: str = "update", *, unified: bool = False) -> str
     return {
         Lane.H2D: "link to the device",
         Lane.D2H: "link to the host",
-        Lane.NVME_READ: "reads of the drives",
-        Lane.NVME_WRITE: "writes to the drives",
+        Lane.NVME_READ: _READS,
+        Lane.NVME_WRITE: _WRITES,
     }[lane]
 
 
@@ -551,8 +562,8 @@ def _notes(decision: Decision) -> Iterable[str]:
         )
     if means.compute_rate(training) is None:
         yield (
-            "the rate of computing is not known: forward and backward take the time of their "
-            "transfers alone"
+            "the rate of computing is not known: seconds of a step, of forward and of backward "
+            "are those of their transfers and updates alone"
         )
     if means.ranks > 1:
         timed = "" if means.wire_bytes_per_s else "; gathers between devices are not timed"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,18 @@ def infinity(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
         return status, captured.out, captured.err
 
     return run
+
+
+def test_the_lines_in_the_documentation_are_those_that_are_printed(infinity: Any) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "planner.md").read_text()
+    [(command, told)] = re.findall(r"```console\n\$ infinity (compare .*)\n([^`]*)```", page)
+
+    _, out, _ = infinity(*shlex.split(command))
+
+    printed = [" ".join(line.split()) for line in out.splitlines()]
+    for line in told.splitlines():
+        shown = " ".join(line.split()).removesuffix("...")
+        assert any(each.startswith(shown) for each in printed), shown
 
 
 @pytest.fixture
@@ -226,7 +239,7 @@ def test_more_gpus_than_this_machine_has_are_refused_unless_their_memory_is_give
     status, _, err = infinity("plan", *SMALL, "--here", "--gpus", "2")
 
     assert status == 2
-    assert "--gpus: expected at most 1, as this machine has so many" in err
+    assert "--gpus: expected at most 1, as this machine has no more" in err
     assert infinity("plan", *SMALL, "--here", "--gpus", "2", "--gpu-mem", "80GiB")[0] == 0
 
 

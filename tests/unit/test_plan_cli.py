@@ -106,14 +106,14 @@ def test_a_run_is_told_in_days_writes_energy_and_cost(plan: Any) -> None:
         r"[\d.]+ kWh, cost [\d.]+",
         out,
     )
-    assert re.search(r"--accumulation 8 +611 steps, ", out)
+    assert re.search(r"--accumulation 8 +611 steps of 8 times the tokens, ", out)
     assert (run["tokens"], run["steps"]) == (10_000_384, 4883)
 
 
 @pytest.mark.parametrize(
     ("steps", "said"),
     [
-        ("1", r"1 steps, [\d.]+ s, [\d.]+ GB written, [\d.]+ Wh"),
+        ("1", r"1 step, [\d.]+ s, [\d.]+ GB written, [\d.]+ Wh"),
         ("50", r"50 steps, [\d.]+ minutes, [\d.]+ TB written, [\d.]+ Wh"),
     ],
 )
@@ -122,6 +122,66 @@ def test_a_short_run_is_told_in_units_that_fit_it(plan: Any, steps: str, said: s
     [told] = re.findall(said, out)
 
     assert not re.search(r" 0(\.0+)? ", told)
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        ("meta-llama/Llama-3.1-8B", "llama-3.1-8b"),
+        ("meta-llama/Meta-Llama-3-8B-Instruct", "llama-3-8b"),
+        ("meta-llama/Llama-2-7b-chat-hf", "llama-2-7b"),
+        ("Qwen/Qwen3-8B-Base", "qwen3-8b"),
+        ("google/gemma-3-1b-it", "gemma-3-1b"),
+    ],
+)
+def test_a_tuned_model_is_planned_as_the_one_that_it_was_tuned_from(
+    plan: Any, given: str, taken: str
+) -> None:
+    _, out, _ = plan("--model", given, *DESKTOP)
+
+    assert out.startswith(f"{taken} fits")
+    assert f"{given} is not in the local cache: it is planned as the preset {taken}" in " ".join(
+        out.split()
+    )
+
+
+def test_an_id_that_is_not_known_is_refused_with_the_nearest(plan: Any) -> None:
+    status, _, err = plan("--model", "Qwen/Qwen2.5-9B", *DESKTOP)
+
+    assert status == 2
+    assert "(nearest: Qwen/Qwen2.5-7B)" in err
+
+
+def test_an_encoder_with_a_decoder_is_refused_whoever_would_make_it(
+    plan: Any, tmp_path: Path
+) -> None:
+    config = {"model_type": "bart", "is_encoder_decoder": True, "d_model": 64, "vocab_size": 99}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    status, _, err = plan("--model", str(tmp_path), *DESKTOP)
+
+    assert status == 2
+    assert "config.is_encoder_decoder: expected one stack of layers" in err
+
+
+def test_what_is_assumed_of_a_drives_writes_is_said(plan: Any) -> None:
+    desktop = ("--model", "llama-3-8b", "--gpu", "4090", "--ram", "64GiB", "--drive")
+
+    _, assumed, _ = plan(*desktop, "samsung 990 pro 2tb")
+    _, measured, _ = plan(*desktop, "samsung pm9a3")
+
+    told = "a Samsung 990 PRO 2 TB is taken to write 1.4 GB/s, as such drives do once their cache"
+    assert told in " ".join(assumed.split())
+    assert measured.startswith("llama-3-8b fits")
+    assert "is taken to write" not in measured
+
+
+def test_purchases_beyond_the_best_three_are_named_with_their_steps(plan: Any) -> None:
+    _, out, _ = plan(
+        "--model", "llama-3-8b", "--gpu", "4090", "--ram", "64GiB", "--drive", "samsung 990 pro 2tb"
+    )
+
+    assert re.search(r"\nless +RTX 5090 32 GB in a PCIe 5 slot: [\d.]+ s", out)
 
 
 def test_the_answers_in_the_documentation_are_those_that_are_given(plan: Any) -> None:
@@ -1212,5 +1272,5 @@ def test_larger_gpus_of_the_catalogue_are_offered_by_name(plan: Any) -> None:
         for it in json.loads(plan(*asked, "--tflops", "60", "--json")[1])["advice"]["purchases"]
     }
 
-    assert {"RTX 5090 32 GB", "RTX 6000 Ada 48 GB"} < offers
+    assert {"RTX 5090 32 GB in a PCIe 5 slot", "RTX 6000 Ada 48 GB"} < offers
     assert "twice the GPU memory" in typed
