@@ -39,6 +39,7 @@ SCHEMA = 1  # of the JSON object: raised when a field changes its meaning or goe
 _HERE = "here"
 _SIZE = re.compile(r"[0-9.]+\s*[KMGTP]i?B", re.IGNORECASE)
 _SEVERAL = re.compile(r"([1-9][0-9]{0,30})\s*x\s+(.+)")
+_LEAST_NAME = 1000  # of a part that is a number: what is less is a size without a unit
 _MOST_DRIVES = 64  # of one part
 
 
@@ -78,7 +79,9 @@ def run(options: argparse.Namespace) -> int:
     """Compare and print."""
     try:
         with without_collecting():
-            found = [_compared(options, machine) for machine in options.machines]
+            # All are read before one is planned: a wrong one is told at once.
+            asked = [(machine, list(_arguments(machine))) for machine in options.machines]
+            found = [_compared(options, machine, arguments) for machine, arguments in asked]
     except ConfigError as error:
         print(f"infinity compare: error: {in_words(error, here='MACHINE')}", file=sys.stderr)
         return 2
@@ -90,14 +93,16 @@ def run(options: argparse.Namespace) -> int:
     return 0 if any(machine.fits for machine in found) else 1
 
 
-def _compared(options: argparse.Namespace, machine: str) -> ComparedMachine:
+def _compared(
+    options: argparse.Namespace, machine: str, arguments: Sequence[str]
+) -> ComparedMachine:
     from infinity_engine.advice.doubt import step_range
     from infinity_engine.sim.planner import decide
     from infinity_engine.sim.report import notes_of_ranks, report_of
 
     parser = argparse.ArgumentParser(add_help=False)
     add_machine(parser)
-    asked = parser.parse_args(list(_arguments(machine)), copy.copy(options))
+    asked = parser.parse_args(arguments, copy.copy(options))
     model = model_of(asked)
     precision = precision_of(asked.precision, model)
     training = training_of(asked, model, precision)
@@ -174,6 +179,8 @@ def _kind(name: str, machine: str) -> str:
         find_drive(name)
         return "--drive"
     near = names_near(name)
+    if name.isdigit() and int(name) < _LEAST_NAME:
+        near = [f"{name}GiB", *near]
     nearest = f" (nearest: {', '.join(near)})" if near else ""
     raise _wrong(machine, f"; {name!r} is none of them{nearest}")
 

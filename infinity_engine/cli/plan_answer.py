@@ -323,7 +323,7 @@ def _activations(ways: ActivationAdvice, report: PlanReport) -> Rows:
         saved = "; ".join(
             f"of {words[tier]} saves {seconds_in_words(gain)}" for tier, gain in gains.items()
         )
-        yield "1 GiB more", saved
+        yield "1 GiB more for them", saved
 
 
 def _tiles(tiles: TileAdvice) -> Rows:

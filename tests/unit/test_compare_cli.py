@@ -496,6 +496,7 @@ def test_several_gpus_that_do_not_suffice_have_the_note_of_those_that_do(infinit
     ("machine", "said"),
     [
         ("4070 + 64GiB", "'4070' is none of them (nearest: RTX 4070 Ti 12 GB), got"),
+        ("4090 + 64", "'64' is none of them (nearest: 64GiB"),
         ("4099 + 64GiB", "'4099' is none of them (nearest: RTX 4090 24 GB), got"),
         ("4090 + 64GiB + samsung 980", "'samsung 980' is none of them (nearest: Samsung 980 PRO"),
         ("4090 + 64GiB + samsung 991 pro 4TB", "(nearest: Samsung 990 PRO"),
