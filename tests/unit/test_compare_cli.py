@@ -517,5 +517,5 @@ def test_what_binds_a_step_of_many_micro_batches_is_computing(infinity: Any) -> 
     [few] = json.loads(infinity("compare", *asked)[1])["machines"]
     [many] = json.loads(infinity("compare", *asked, "--accumulation", "64")[1])["machines"]
 
-    assert few["bound_by"] == "reads of the drives"
+    assert few["bound_by"] == "reads and writes of the drives"
     assert many["bound_by"] == "compute"
