@@ -134,8 +134,8 @@ class OneStepLock(threading.Condition):
     """
 
     # Looked up when they are used: Condition's own constructor looks all of them up, which costs
-    # most of what making a future does. By attrgetter, which is native: in a function of ours a
-    # handler could raise, and `wait` would return without the lock.
+    # most of what making a future does. By attrgetter, which is native: in functions of ours
+    # handlers could raise as well, and `wait` return without the lock.
     acquire = property(attrgetter("_lock.acquire"))
     release = property(attrgetter("_lock.release"))
     locked = property(attrgetter("_lock.locked"))  # Python 3.14 and later

@@ -39,7 +39,7 @@ SCHEMA = 1  # of the JSON object: raised when a field changes its meaning or goe
 _HERE = "here"
 _SIZE = re.compile(r"[0-9.]+\s*[KMGTP]i?B", re.IGNORECASE)
 _SEVERAL = re.compile(r"([1-9][0-9]{0,30})\s*x\s+(.+)")
-_LEAST_NAME = 1000  # of a part that is a number: what is less is a size without a unit
+_SIZE_ALONE = re.compile(r"[1-9][0-9]{0,2}")  # a bare number below 1000 is a size without a unit
 _MOST_DRIVES = 64  # of one part
 
 
@@ -179,7 +179,7 @@ def _kind(name: str, machine: str) -> str:
         find_drive(name)
         return "--drive"
     near = names_near(name)
-    if name.isdigit() and int(name) < _LEAST_NAME:
+    if _SIZE_ALONE.fullmatch(name):
         near = [f"{name}GiB", *near]
     nearest = f" (nearest: {', '.join(near)})" if near else ""
     raise _wrong(machine, f"; {name!r} is none of them{nearest}")

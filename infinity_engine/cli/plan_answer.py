@@ -383,7 +383,10 @@ def _purchases(report: PlanReport, advice: Advice) -> Rows:
             change += f", {day} TB written a day"
         yield purchase.what, change
     if others := gains[_MOST_PURCHASES:]:
-        yield "less", "; ".join(f"{it.what}: {seconds_in_words(it.step_s)}" for it in others)
+        yield (
+            "smaller gains",
+            "; ".join(f"{it.what}: {seconds_in_words(it.step_s)}" for it in others),
+        )
     idle = [purchase.what for purchase in advice.purchases if purchase.saved < _WORTH_SHOWING]
     if idle:
         yield "no gain", "; ".join(idle)

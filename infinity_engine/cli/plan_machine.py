@@ -353,7 +353,10 @@ def _of_catalogue(given: Mapping[str, Any]) -> _Known:
         known = replace(known, model=known.model.with_link(link))
     if "drive" in given:
         found = [find_drive(name, field="--drive") for name in given["drive"]]
-        known = _with_drives(known, [drives[0] for drives in found])
+        sheets = [drives[0] for drives in found]
+        known = _with_drives(known, sheets)
+        if "rates" not in given:
+            known = replace(known, notes=(*known.notes, *_writes_assumed(sheets)))
         for name, drives in dict(zip(given["drive"], found, strict=True)).items():
             known = replace(known, notes=(*known.notes, *_also("--drive", name, drives)))
     return known
@@ -376,7 +379,6 @@ def _with_drives(known: _Known, sheets: list[DriveSheet]) -> _Known:
         sizes={**known.sizes, "--nvme": sum(sheet.capacity_bytes for sheet in sheets)},
         parts=(*known.parts, *(sheet.name for sheet in sheets)),
         rated_bytes=sum(sheet.rated_bytes for sheet in sheets),
-        notes=(*known.notes, *_writes_assumed(sheets)),
     )
 
 

@@ -428,8 +428,9 @@ def _of_id(given: str) -> ModelShape:
         return _described(folder)
     name = preset_of_id(given)
     if not name:
-        near = get_close_matches(given, PRESET_OF_ID, n=1)
-        nearest = f" (nearest: {near[0]})" if near else ""
+        known = {name.lower(): name for name in PRESET_OF_ID}
+        near = get_close_matches(given.lower(), known, n=1)
+        nearest = f" (nearest: {known[near[0]]})" if near else ""
         expected = (
             f"a model with its config.json in {_cache()}, or the id of a preset{nearest}, as this "
             "command asks no network: download it there, or give the path of its config.json"

@@ -323,7 +323,7 @@ class ParameterFetcher(ResidentParameters[Fetched]):
 
         Not before what is needed sooner, and evicts for that only what is needed later.
         """
-        if self._pieces.may_expect(number) and self.resident.comes_next(number):
+        if self._pieces.may_expect(number) and self.resident.may_reserve(number):
             for idle in self.resident.room_before(number):
                 self._evict(idle)
             self._pieces.expect(number)

@@ -20,6 +20,8 @@ from infinity_engine.schedule.trace import NEVER, Use
 
 __all__ = ["FetchingStats", "ResidentSet"]
 
+_FURTHEST = 256  # uses that are looked at for what they lack
+
 _Entry = TypeVar("_Entry")
 
 
@@ -219,21 +221,33 @@ class ResidentSet(Generic[_Entry]):
                 return
             yield leaving
 
-    def comes_next(self, number: int) -> bool:
-        """Tell whether all uses before a member's next one have theirs, or room reserved for them.
+    def may_reserve(self, number: int) -> bool:
+        """Tell whether room for a member would be none that others need sooner.
 
-        Else room for it would be room that they need sooner.
+        What is needed now comes first, then the uses of the trace in their order. Out of order it
+        may come where there is room for all of these as well.
         """
+        if number in self.held:
+            return True
+        if not all(map(self._has_room, self.held)):
+            return False
         uses = self._trace.trace.uses
-        self._taken = max(self._taken, self._trace.at)
+        self._taken = at = max(self._taken, self._trace.at)
         position = min(self._trace.next_use(number), len(uses))
-        # From there on as far as is known: this is asked for each piece of each member.
-        while self._taken < position:
-            needed = uses[self._taken].parameters
-            if not all(other in self._entries or other in self._reserved for other in needed):
+        lacking = 0
+        # From there on as far as is known, and not for ever: asked for each piece of each member.
+        while at < position:
+            for other in uses[at].parameters:
+                lacking += 0 if self._has_room(other) else self._nbytes[other]
+            at += 1
+            if not lacking:
+                self._taken = at
+            elif lacking + self._nbytes[number] > self.free or at > self._taken + _FURTHEST:
                 return False
-            self._taken += 1
         return True
+
+    def _has_room(self, number: int) -> bool:
+        return number in self._entries or number in self._reserved
 
     def room_before(self, number: int) -> Iterator[int]:
         """Yield what is to leave for a member that is not needed yet: only what is needed later."""

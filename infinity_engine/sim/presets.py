@@ -211,7 +211,7 @@ PRESET_OF_ID: Mapping[str, str] = MappingProxyType(
         "meta-llama/Llama-3.1-405B": "llama-3.1-405b",
         "meta-llama/Meta-Llama-3.1-8B": "llama-3.1-8b",
         "meta-llama/Meta-Llama-3.1-70B": "llama-3.1-70b",
-        "meta-llama/Meta-Llama-3.1-405B": "llama-3.1-405b",  # their first names
+        "meta-llama/Meta-Llama-3.1-405B": "llama-3.1-405b",  # its first name
         "meta-llama/Llama-3.2-1B": "llama-3.2-1b",
         "meta-llama/Llama-3.2-3B": "llama-3.2-3b",
         "mistralai/Mistral-7B-v0.1": "mistral-7b",

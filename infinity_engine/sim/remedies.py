@@ -494,11 +494,24 @@ def _changes(planner: Planner) -> Iterator[tuple[str, Training]]:
 
 def _together(planner: Planner) -> Iterator[Remedy]:
     """Yield the fewest changes with which it fits together, of those that compute the same from the
-    same tokens; nothing where one of them is enough alone.
+    same tokens; nothing where one of them is enough alone, or all are not.
     """
+    lowest = replace(
+        planner.training,
+        checkpointing=True,
+        chunked_loss=True,
+        inputs_moved=not planner.means.unified,
+    )
+    if lowest.may_be_tiled:
+        lowest = replace(lowest, tile_positions=_LEAST_POSITIONS)
+    # Where sizes are given, each takes long to find: subgroups may be many.
+    if not planner.has_any_size or not lowest.model.activations.are_known:
+        return
+    if not planner.with_training(lowest).fits():
+        return
     kinds = (_checkpointed, _chunked_loss, _moved_inputs, _tiles_of_sequence)
     for count in range(1, len(kinds) + 1):
-        found = [words for each in combinations(kinds, count) if (words := _enough(planner, each))]
+        found = [words for some in combinations(kinds, count) if (words := _enough(planner, some))]
         if found:
             yield from (Remedy(words, Needs(0, 0, 0)) for words in found if count > 1)
             return

@@ -204,6 +204,7 @@ class PlanReport:
                     "name": phase.name,
                     "seconds": phase.seconds,
                     "binding": phase.binding,
+                    "bound_by": phase.bound_by,
                     "utilisation": dict(phase.utilisation),
                 }
                 for phase in self.phases

@@ -181,7 +181,7 @@ def test_purchases_beyond_the_best_three_are_named_with_their_steps(plan: Any) -
         "--model", "llama-3-8b", "--gpu", "4090", "--ram", "64GiB", "--drive", "samsung 990 pro 2tb"
     )
 
-    assert re.search(r"\nless +RTX 5090 32 GB in a PCIe 5 slot: [\d.]+ s", out)
+    assert re.search(r"\nsmaller gains +RTX 5090 32 GB in a PCIe 5 slot: [\d.]+ s", out)
 
 
 def test_the_answers_in_the_documentation_are_those_that_are_given(plan: Any) -> None:

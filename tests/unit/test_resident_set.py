@@ -159,12 +159,15 @@ class ResidentSetMachine(RuleBasedStateMachine):
             self.leave(idle)
 
     @invariant()
-    def a_member_comes_next_once_all_uses_before_its_own_have_theirs_or_room(self) -> None:
+    def a_member_may_reserve_room_that_none_before_it_lacks(self) -> None:
         trace, present = self.set._trace, {*self.members, *self.reserved}
         for number in NUMBERS:
             before = trace.upcoming(trace.at, self.set.next_use(number))
-            provided = all(present.issuperset(use.parameters) for _, use in before)
-            assert self.set.comes_next(number) == provided
+            missing = [n for _, use in before for n in use.parameters if n not in present]
+            lacking = sum(self.nbytes[n] for n in missing)
+            free = not lacking or lacking + self.nbytes[number] <= self.set.free
+            first = number in self.held or (free and present.issuperset(self.held))
+            assert self.set.may_reserve(number) == first
 
     def chosen(self, upcoming: Sequence[tuple[int, Use]], unmade: set[int]) -> Fetches:
         """Return what is fetched and evicted, from all members."""
