@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
     """Compare and print."""
     try:
         with without_collecting():
-            # All are read before one is planned: a wrong one is told at once.
+            # Parts are looked up for all machines first: a plan takes seconds, a wrong name none.
             asked = [(machine, list(_arguments(machine))) for machine in options.machines]
             found = [_compared(options, machine, arguments) for machine, arguments in asked]
     except ConfigError as error:

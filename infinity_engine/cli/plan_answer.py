@@ -363,7 +363,7 @@ def range_in_words(report: PlanReport, advice: Advice) -> str:
     """
     if advice.step_range is None:
         is_known = computes(report) or advice.source.value != "published"
-        return "" if is_known else " (with published rates, of another machine than yours)"
+        return "" if is_known else " (with published rates, not measured on your machine)"
     least, most = map(seconds_in_words, advice.step_range)
     return f" ({least} to {most} with {_SOURCES[advice.source.value]})"
 

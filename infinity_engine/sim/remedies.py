@@ -404,7 +404,7 @@ def _moved(training: Training, planner: Planner) -> int:
 
 def _lower_activations(
     training: Training,
-) -> Iterator[tuple[Callable[[Planner], Iterator[tuple[str, Training]]], Training]]:
+) -> Iterator[tuple[_Changes, Training]]:
     """Yield what finds the smallest change of a kind that is enough, and the largest change of that
     kind; the kinds that cost least come first.
     """
