@@ -203,8 +203,8 @@ def test_a_slow_host_widens_the_range_of_a_plan_that_it_binds() -> None:
 
 
 def test_an_update_by_published_rates_may_take_two_and_a_half_times_as_long() -> None:
-    decision = decided(3.0, 20)
-    slow = decide(decision.training, with_updates(decision.means, 0.01))
+    means = with_updates(decided(3.0, 20).means, 0.01)
+    slow = decide(training_of(SMALL), means, strategy=HostOnly())
     planned_s = slow.best.timeline.update_ns / 1e9
 
     found = update_range(slow.best, slow.training, slow.means, RateSource.PUBLISHED)
