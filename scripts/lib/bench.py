@@ -342,7 +342,8 @@ def main(
     """Run the bench that `define` registers, as the program `script`; return its exit status.
 
     A target that does not hold is a result, not a failure: the status is 0 when everything ran. A
-    bench that is killed leaves its rounds in FILE.part, where `--json FILE` was given.
+    bench that is killed leaves its rounds in FILE.part, where `--json FILE` was given; it says that
+    it was stopped.
     `flags` are options of this bench alone, with what they are for; `method` says on its page how
     it measures; `warm_up` as in Bench.
     """
@@ -365,6 +366,7 @@ def main(
     def write(file: Path) -> None:
         now = datetime.now(timezone.utc)
         result = document(bench, bench.figures(), date=now, machine=machine(), versions=versions())
+        result |= {"stopped": True} if file == until_the_end else {}
         unfinished = file.with_name(f"{file.name}.new")
         unfinished.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
         unfinished.replace(file)
@@ -523,7 +525,8 @@ def render(result: Document) -> str:
             " A quick run: it shows that the bench works, its numbers claim nothing."
             if _is_quick(result)
             else ""
-        ),
+        )
+        + (" The bench was stopped, so rounds are missing." if result.get("stopped") else ""),
         _table(
             ("figure", "value", "min .. max", "MAD", "unit", "target", "holds"),
             [_row(one) for one in figures],
