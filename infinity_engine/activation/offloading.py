@@ -148,7 +148,7 @@ class ActivationOffload:
                 self._prefetch()
             finally:
                 resident.let_go((memory.number,))
-            self._check_open()  # the collector may have closed it meanwhile, in this thread
+            self._check_open()  # a dropped engine may have been closed meanwhile
             return saved.tensor(self._moves.lease(memory))
 
     def _check_open(self) -> None:

@@ -1,4 +1,4 @@
-"""How far a planned step, or its update, may be off, by where its rates come from.
+"""How far a planned step may be off, by where its rates come from.
 
 Pure. Measured rates leave the error of the model; published ones are each replaced by what machines
 were seen to reach, and the same plan is timed again. Called by advising.py.
@@ -6,7 +6,6 @@ were seen to reach, and the same plan is timed again. Called by advising.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum
 from typing import NamedTuple
@@ -22,7 +21,7 @@ from infinity_engine.placement.training import Means, Training
 from infinity_engine.sim.candidate import Candidate
 from infinity_engine.sim.timeline import StepTimeline, time_step
 
-__all__ = ["RateSource", "StepRange", "retimed", "step_range", "update_range"]
+__all__ = ["RateSource", "StepRange", "retimed", "step_range"]
 
 
 class RateSource(Enum):
@@ -34,7 +33,7 @@ class RateSource(Enum):
 
 
 class StepRange(NamedTuple):
-    """The seconds between which a step, or its update, is expected."""
+    """The seconds between which a step is expected."""
 
     least_s: float
     most_s: float
@@ -67,37 +66,17 @@ def step_range(
     candidate: Candidate, training: Training, means: Means, source: RateSource
 ) -> StepRange:
     """Return the seconds between which a step by this plan is expected."""
-    return _range(candidate, training, means, source, lambda timeline: timeline.ns)
-
-
-def update_range(
-    candidate: Candidate, training: Training, means: Means, source: RateSource
-) -> StepRange:
-    """Return the seconds between which the update of a step by this plan is expected."""
-    return _range(candidate, training, means, source, lambda timeline: timeline.update_ns)
+    if source is not RateSource.PUBLISHED:
+        part = _OF_MEASURED if source is RateSource.MEASURED else _OF_GIVEN
+        return StepRange((1 - part) * candidate.step_s, (1 + part) * candidate.step_s)
+    found = [retimed(candidate, training, _changed(means, at)).ns / 1e9 for at in (0, 1)]
+    return StepRange(min(found[1], candidate.step_s), max(found[0], candidate.step_s))
 
 
 def retimed(candidate: Candidate, training: Training, means: Means) -> StepTimeline:
     """Return the step of the same plan at other rates."""
     overlap = replace(training, overlap=candidate.overlap)
     return time_step(candidate.plan, candidate.sizing, overlap, means)
-
-
-def _range(
-    candidate: Candidate,
-    training: Training,
-    means: Means,
-    source: RateSource,
-    timed: Callable[[StepTimeline], int],
-) -> StepRange:
-    expected_s = timed(candidate.timeline) / 1e9
-    if source is not RateSource.PUBLISHED:
-        part = _OF_MEASURED if source is RateSource.MEASURED else _OF_GIVEN
-        return StepRange((1 - part) * expected_s, (1 + part) * expected_s)
-    slowest, fastest = (
-        timed(retimed(candidate, training, _changed(means, at))) / 1e9 for at in (0, 1)
-    )
-    return StepRange(min(fastest, expected_s), max(slowest, expected_s))
 
 
 def _changed(means: Means, at: int) -> Means:

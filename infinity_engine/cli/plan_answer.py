@@ -358,13 +358,14 @@ def _wear(wear: WearForecast) -> Rows:
 
 
 def range_in_words(report: PlanReport, advice: Advice) -> str:
-    """Return between which seconds a step is expected, and by which rates; where a step is not
-    known, those of its update.
+    """Return between which seconds a step is expected, and by which rates; nothing where a step
+    is not known.
     """
-    known = advice.step_range
-    least, most = map(seconds_in_words, known or advice.update_range)
-    of_what = "" if known else "the update: "
-    return f" ({of_what}{least} to {most} with {_SOURCES[advice.source.value]})"
+    if advice.step_range is None:
+        is_known = computes(report) or advice.source.value != "published"
+        return "" if is_known else " (with published rates, not measured on your machine)"
+    least, most = map(seconds_in_words, advice.step_range)
+    return f" ({least} to {most} with {_SOURCES[advice.source.value]})"
 
 
 def _purchases(report: PlanReport, advice: Advice) -> Rows:

@@ -11,7 +11,7 @@ import pytest
 
 from infinity_engine.advice.advising import advise
 from infinity_engine.advice.course import Prices, TrainingRun, forecast
-from infinity_engine.advice.doubt import RateSource, step_range, update_range
+from infinity_engine.advice.doubt import RateSource, step_range
 from infinity_engine.advice.means import (
     with_compute,
     with_drives,
@@ -202,16 +202,6 @@ def test_a_slow_host_widens_the_range_of_a_plan_that_it_binds() -> None:
     assert ranges[1].most_s / slow.best.step_s > ranges[0].most_s / decision.best.step_s
 
 
-def test_an_update_by_published_rates_may_take_two_and_a_half_times_as_long() -> None:
-    means = with_updates(decided(3.0, 20).means, 0.01)
-    slow = decide(training_of(SMALL), means, strategy=HostOnly())
-    planned_s = slow.best.timeline.update_ns / 1e9
-
-    found = update_range(slow.best, slow.training, slow.means, RateSource.PUBLISHED)
-    assert found.least_s <= planned_s
-    assert found.most_s == pytest.approx(2.5 * planned_s, rel=0.1)
-
-
 # --- a whole run ----------------------------------------------------------------------------------
 
 
@@ -301,16 +291,11 @@ def test_gpus_that_can_be_bought_take_the_place_of_a_gpu_twice_as_large() -> Non
 def test_without_a_rate_of_computing_no_writes_of_a_day_and_no_range_are_promised() -> None:
     decision = decided(2.0, 2.5, 100)
     means = replace(decision.means, flops_per_s=None)
-    decided_without = decide(decision.training, means)
-    unknown = advise(decided_without, RateSource.GIVEN)
+    unknown = advise(decide(decision.training, means), RateSource.GIVEN)
 
     assert unknown.step_range is None
     assert {purchase.written_per_day for purchase in unknown.purchases} == {None}
-    told = unknown.to_mapping()
-    assert told["step_range_s"] is None
-    assert told["update_range_s"] == [
-        pytest.approx(part * decided_without.best.timeline.update_ns / 1e9) for part in (0.75, 1.25)
-    ]
+    assert unknown.to_mapping()["step_range_s"] is None
 
 
 def test_purchases_are_tried_where_the_estimates_say_that_todays_plan_does_not_fit(
