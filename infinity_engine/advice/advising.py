@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from infinity_engine.advice.course import RunForecast, TrainingRun, forecast
-from infinity_engine.advice.doubt import RateSource, StepRange, step_range
+from infinity_engine.advice.doubt import RateSource, StepRange, step_range, update_range
 from infinity_engine.advice.purchases import Purchase, Worth, purchases, worths
 from infinity_engine.placement.training import Means
 from infinity_engine.sim.planner import Decision
@@ -25,6 +25,8 @@ class Advice:
     source: RateSource
     step_range: StepRange | None
     """None where the rate of computing is not known."""
+    update_range: StepRange | None
+    """Of the update alone, where that rate is not known and the others are published ones."""
     purchases: tuple[Purchase, ...]
     worths: tuple[Worth, ...]
     run: RunForecast | None
@@ -34,6 +36,7 @@ class Advice:
         return {
             "rates_are": self.source.value,
             "step_range_s": None if self.step_range is None else list(self.step_range),
+            "update_range_s": None if self.update_range is None else list(self.update_range),
             "purchases": [
                 {
                     "what": purchase.what,
@@ -66,6 +69,9 @@ def advise(
         source=source,
         step_range=step_range(decision.best, decision.training, decision.means, source)
         if computes
+        else None,
+        update_range=update_range(decision.best, decision.training, decision.means)
+        if source is RateSource.PUBLISHED and not computes
         else None,
         purchases=purchases(decision, better_gpus),
         worths=worths(decision),

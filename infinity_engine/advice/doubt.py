@@ -1,4 +1,4 @@
-"""How far a planned step may be off, by where its rates come from.
+"""How far a planned step, or its update, may be off, by where its rates come from.
 
 Pure. Measured rates leave the error of the model; published ones are each replaced by what machines
 were seen to reach, and the same plan is timed again. Called by advising.py.
@@ -21,7 +21,7 @@ from infinity_engine.placement.training import Means, Training
 from infinity_engine.sim.candidate import Candidate
 from infinity_engine.sim.timeline import StepTimeline, time_step
 
-__all__ = ["RateSource", "StepRange", "retimed", "step_range"]
+__all__ = ["RateSource", "StepRange", "retimed", "step_range", "update_range"]
 
 
 class RateSource(Enum):
@@ -33,7 +33,7 @@ class RateSource(Enum):
 
 
 class StepRange(NamedTuple):
-    """The seconds between which a step is expected."""
+    """The seconds between which a step, or its update, is expected."""
 
     least_s: float
     most_s: float
@@ -46,8 +46,8 @@ class _DoubtPart(NamedTuple):
     fastest: float
 
 
-# Chosen: of twelve trainings on two machines, medians of three were up to 12.6% off a plan with a
-# calibration, and single ones up to 24% (docs/benchmarks, plan-vs-measured).
+# Chosen: of six trainings each on five machines, medians of three were up to 12.6% off a plan with
+# a calibration, and single ones up to 24% (docs/benchmarks, plan-vs-measured).
 _OF_MEASURED = 0.16
 _OF_GIVEN = 0.25  # assumed: these numbers were measured too, but not as this engine works
 # 8 billion parameters a second were measured where the peak of the memory allows 19 (Deep Optimizer
@@ -69,14 +69,28 @@ def step_range(
     if source is not RateSource.PUBLISHED:
         part = _OF_MEASURED if source is RateSource.MEASURED else _OF_GIVEN
         return StepRange((1 - part) * candidate.step_s, (1 + part) * candidate.step_s)
-    found = [retimed(candidate, training, _changed(means, at)).ns / 1e9 for at in (0, 1)]
-    return StepRange(min(found[1], candidate.step_s), max(found[0], candidate.step_s))
+    slow, fast = _slow_and_fast(candidate, training, means)
+    return StepRange(min(fast.ns / 1e9, candidate.step_s), max(slow.ns / 1e9, candidate.step_s))
+
+
+def update_range(candidate: Candidate, training: Training, means: Means) -> StepRange:
+    """Return the seconds between which the update is expected, where the rates are published."""
+    slow, fast = _slow_and_fast(candidate, training, means)
+    planned_s = candidate.timeline.update_ns / 1e9
+    return StepRange(min(fast.update_ns / 1e9, planned_s), max(slow.update_ns / 1e9, planned_s))
 
 
 def retimed(candidate: Candidate, training: Training, means: Means) -> StepTimeline:
     """Return the step of the same plan at other rates."""
     overlap = replace(training, overlap=candidate.overlap)
     return time_step(candidate.plan, candidate.sizing, overlap, means)
+
+
+def _slow_and_fast(
+    candidate: Candidate, training: Training, means: Means
+) -> tuple[StepTimeline, StepTimeline]:
+    slow, fast = (retimed(candidate, training, _changed(means, at)) for at in (0, 1))
+    return slow, fast
 
 
 def _changed(means: Means, at: int) -> Means:

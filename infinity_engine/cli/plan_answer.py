@@ -29,7 +29,6 @@ __all__ = [
     "Section",
     "answer",
     "computes",
-    "range_in_words",
     "refused",
     "seconds_in_words",
     "setting_in_words",
@@ -87,7 +86,7 @@ def answer(
 
     `without_rate` is what to do where the rate of computing is not known.
     """
-    title = f"{report.model} fits: {step_in_words(report)}{range_in_words(report, advice)}"
+    title = f"{report.model} fits: {step_in_words(report, advice)}"
     yield title, _summary(report, training, without_rate=without_rate)
     yield "Settings", [(name, setting_in_words(value)) for name, value in report.settings.items()]
     if full:
@@ -357,17 +356,6 @@ def _wear(wear: WearForecast) -> Rows:
         yield "drives' life", f"{life} of steps, at {wear.rated_bytes / TB:,.0f} TB rated"
 
 
-def range_in_words(report: PlanReport, advice: Advice) -> str:
-    """Return between which seconds a step is expected, and by which rates; nothing where a step
-    is not known.
-    """
-    if advice.step_range is None:
-        is_known = computes(report) or advice.source.value != "published"
-        return "" if is_known else " (with published rates, not measured on your machine)"
-    least, most = map(seconds_in_words, advice.step_range)
-    return f" ({least} to {most} with {_SOURCES[advice.source.value]})"
-
-
 def _purchases(report: PlanReport, advice: Advice) -> Rows:
     """Yield the purchases that save something, those that do not, and what a little more is
     worth.
@@ -512,11 +500,18 @@ def seconds_in_words(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
-def step_in_words(report: PlanReport) -> str:
-    """Return what a step takes, as far as that is known."""
+def step_in_words(report: PlanReport, advice: Advice) -> str:
+    """Return what a step takes, as far as that is known, between which seconds, and by which
+    rates.
+    """
+    found = advice.step_range or advice.update_range
+    between = ""
+    if found is not None:
+        least, most = map(seconds_in_words, found)
+        between = f" ({least} to {most} with {_SOURCES[advice.source.value]})"
     if computes(report):
-        return f"{seconds_in_words(report.step_s)} a step"
-    return f"update {seconds_in_words(report.update_s)} + forward and backward: unknown"
+        return f"{seconds_in_words(report.step_s)} a step{between}"
+    return f"update {seconds_in_words(report.update_s)}{between} + forward and backward: unknown"
 
 
 def computes(report: PlanReport) -> bool:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from infinity_engine.cli.plan_answer import (
     computes,
-    range_in_words,
     refused,
     setting_in_words,
     step_in_words,
@@ -52,8 +51,7 @@ def page(
         f"{report.tokens_per_s:,.1f} tokens/s" if computes(report) else "tokens per second unknown",
     ]
     body = [
-        f"<h1>{escape(report.model)}: {escape(step_in_words(report))}"
-        f"{escape(range_in_words(report, advice))}</h1>",
+        f"<h1>{escape(report.model)}: {escape(step_in_words(report, advice))}</h1>",
         f"<p>{report.parameters:,} parameters; {escape('; '.join(parts))}.</p>",
         "<h2>Phases</h2>",
         table(("phase", "seconds", "bound by"), _phases(report)),

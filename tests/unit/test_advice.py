@@ -202,6 +202,17 @@ def test_a_slow_host_widens_the_range_of_a_plan_that_it_binds() -> None:
     assert ranges[1].most_s / slow.best.step_s > ranges[0].most_s / decision.best.step_s
 
 
+def test_without_a_rate_of_computing_published_rates_give_the_updates_range() -> None:
+    means = replace(with_updates(decided(3.0, 20).means, 0.01), flops_per_s=None)
+    slow = decide(training_of(SMALL), means, strategy=HostOnly())
+    planned_s = slow.best.timeline.update_ns / 1e9
+
+    found = advise(slow, RateSource.PUBLISHED).update_range
+    assert found is not None
+    # the host's update binds it, and may take 1 to 2.5 times as long as published
+    assert found == pytest.approx((planned_s, 2.5 * planned_s), rel=0.1)
+
+
 # --- a whole run ----------------------------------------------------------------------------------
 
 
@@ -295,7 +306,8 @@ def test_without_a_rate_of_computing_no_writes_of_a_day_and_no_range_are_promise
 
     assert unknown.step_range is None
     assert {purchase.written_per_day for purchase in unknown.purchases} == {None}
-    assert unknown.to_mapping()["step_range_s"] is None
+    told = unknown.to_mapping()
+    assert (told["step_range_s"], told["update_range_s"]) == (None, None)
 
 
 def test_purchases_are_tried_where_the_estimates_say_that_todays_plan_does_not_fit(

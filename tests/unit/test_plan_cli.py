@@ -502,11 +502,15 @@ def test_without_a_rate_of_computing_only_the_update_is_promised(plan: Any) -> N
     _, answer, _ = plan(*asked, "--json")
     _, known, _ = plan(*asked, "--tflops", "1")
 
-    assert re.search(r"fits: update [\d.]+ m?s \+ forward and backward: unknown", out)
+    between = r"\([\d.]+ m?s to [\d.]+ m?s with published rates\)"
+    assert re.search(rf"fits: update [\d.]+ m?s {between} \+ forward and backward: unknown", out)
     assert "tokens/s" not in out
     assert re.search(r"^backward +unknown", out, re.MULTILINE)
     assert "bound by nothing" not in out
-    assert json.loads(answer)["tokens_per_s"] is None
+    told = json.loads(answer)
+    assert told["tokens_per_s"] is None
+    least_s, most_s = told["advice"]["update_range_s"]
+    assert least_s <= told["update_s"] < most_s
     assert re.search(r"fits: [\d.]+ s a step", known)
     _, run, _ = plan(*asked, "--steps", "10")
     assert "The run" not in run
