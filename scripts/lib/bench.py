@@ -343,7 +343,7 @@ def main(
 
     A target that does not hold is a result, not a failure: the status is 0 when everything ran. A
     bench that is killed leaves its rounds in FILE.part, where `--json FILE` was given; it says that
-    it was stopped.
+    it is unfinished.
     `flags` are options of this bench alone, with what they are for; `method` says on its page how
     it measures; `warm_up` as in Bench.
     """
@@ -363,15 +363,16 @@ def main(
     # Found out once, after the first round: between rounds it would disturb what is measured.
     machine, versions = cache(_machine), cache(_versions)
 
-    def write(file: Path) -> None:
+    def write(file: Path, **more: bool) -> None:
         now = datetime.now(timezone.utc)
         result = document(bench, bench.figures(), date=now, machine=machine(), versions=versions())
-        result |= {"stopped": True} if file == until_the_end else {}
         unfinished = file.with_name(f"{file.name}.new")
-        unfinished.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
+        unfinished.write_text(json.dumps({**result, **more}, indent=1, allow_nan=False) + "\n")
         unfinished.replace(file)
 
-    _run_shown(bench, rounds, lambda: write(until_the_end) if bench.rounds else None)
+    _run_shown(
+        bench, rounds, lambda: write(until_the_end, unfinished=True) if bench.rounds else None
+    )
     write(options.json)
     until_the_end.unlink(missing_ok=True)
     return 0
@@ -526,7 +527,7 @@ def render(result: Document) -> str:
             if _is_quick(result)
             else ""
         )
-        + (" The bench was stopped, so rounds are missing." if result.get("stopped") else ""),
+        + (" The bench did not end: rounds are missing." if result.get("unfinished") else ""),
         _table(
             ("figure", "value", "min .. max", "MAD", "unit", "target", "holds"),
             [_row(one) for one in figures],

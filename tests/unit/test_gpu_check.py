@@ -332,6 +332,16 @@ def fake_driver(source: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     )
 
 
+def test_a_check_begins_without_results_of_the_last_one(check: Any) -> None:
+    check.WORK.mkdir(parents=True)
+    for name in ("startup.json", "startup.json.part", "tests.xml", "kept.log"):
+        (check.WORK / name).touch()
+
+    check.prepare()
+
+    assert [file.name for file in check.WORK.iterdir() if file.is_file()] == ["kept.log"]
+
+
 # --- running real commands ------------------------------------------------------------------------
 
 
