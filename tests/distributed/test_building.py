@@ -313,9 +313,9 @@ def test_what_a_rank_has_in_ram_stays_within_its_budget_until_a_model_of_many_ti
     (drive := tmp_path / "drive").mkdir()
     (folder := tmp_path / "files").mkdir()
     for number in range(count if way == "loaded" else 0):
-        write_safetensors(
-            folder / f"{number}.safetensors", {f"{number}.weight": torch.rand(width, width)}
-        )
+        # of a size that leaves what the layers compute finite, through hundreds of them
+        weight = torch.randn(width, width) / width**0.5
+        write_safetensors(folder / f"{number}.safetensors", {f"{number}.weight": weight})
     files = str(folder) if way == "loaded" else None
 
     for rank in launched(
