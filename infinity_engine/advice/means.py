@@ -35,7 +35,10 @@ def with_compute(means: Means, times: float) -> Means:
     if blocks is not None:
         rates = blocks.measured.items()
         blocks = BlockRates(
-            {shape: ComputeRate(*(times * each for each in rate)) for shape, rate in rates}
+            {
+                shape: ComputeRate(*(times * flops_per_s for flops_per_s in rate))
+                for shape, rate in rates
+            }
         )
     return replace(means, flops_per_s=_times(means.flops_per_s, times), blocks=blocks)
 

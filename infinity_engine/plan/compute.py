@@ -89,4 +89,4 @@ class BlockRates:
             sum(weight / self.measured[shape][way] for shape, weight in weights.items()) / total
             for way in range(len(ComputeRate._fields))
         ]
-        return ComputeRate(*(1 / each for each in seconds))
+        return ComputeRate(*(1 / taken_s for taken_s in seconds))

@@ -69,7 +69,7 @@ class Phase:
     @property
     def binding(self) -> Lane | None:
         """What works longest; None where nothing does."""
-        lane = max(self.busy_ns, key=lambda each: self.busy_ns[each])
+        lane = max(self.busy_ns, key=self.busy_ns.__getitem__)
         return lane if self.busy_ns[lane] else None
 
 
@@ -426,7 +426,9 @@ class _Disturbance:
         """Return how long all modules compute in a pass while nothing disturbs them."""
         alone, modules = self.alone, self._work.modules
         if backward:
-            return sum(alone(0, each.backward_flops, each.again * each.flops) for each in modules)
+            return sum(
+                alone(0, needs.backward_flops, needs.again * needs.flops) for needs in modules
+            )
         return sum(alone(needs.flops) for needs in modules)
 
     def _shared(

@@ -77,7 +77,11 @@ class ComputeTime:
     """
 
     def __init__(self, rate: ComputeRate | None, part: float = 1.0) -> None:
-        self._rate = None if rate is None else [Fraction(each) * Fraction(part) for each in rate]
+        self._rate = (
+            None
+            if rate is None
+            else [Fraction(flops_per_s) * Fraction(part) for flops_per_s in rate]
+        )
         self._known: dict[tuple[int, int, int], int] = {}  # modules are mostly alike
 
     def __call__(self, forward: int, backward: int = 0, again: int = 0) -> int:
