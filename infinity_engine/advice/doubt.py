@@ -46,8 +46,8 @@ class _DoubtPart(NamedTuple):
     fastest: float
 
 
-# Chosen: of six trainings each on five machines, medians of three were up to 12.6% off a plan with
-# a calibration, and single ones up to 24% (docs/benchmarks, plan-vs-measured).
+# Chosen: on the pages of plan-vs-measured in docs/benchmarks, medians of three trainings are up to
+# 9.9% off a plan with a calibration, and single ones up to 24%; docs/planner.md has one of 12.6%.
 _OF_MEASURED = 0.16
 _OF_GIVEN = 0.25  # assumed: these numbers were measured too, but not as this engine works
 # 8 billion parameters a second were measured where the peak of the memory allows 19 (Deep Optimizer
