@@ -19,10 +19,16 @@ def script() -> dict[str, Any]:
     return runpy.run_path(str(ROOT / "scripts" / "picture"), run_name="picture")
 
 
-def test_the_readme_shows_the_picture_of_the_newest_page(script: dict[str, Any]) -> None:
-    shown = script["PICTURE"]
-    assert shown.read_text() == script["picture"](script["newest"]())
-    assert str(shown.relative_to(ROOT)) in (ROOT / "README.md").read_text()
+def test_the_readme_shows_the_picture_of_the_newest_page_and_links_it(
+    script: dict[str, Any],
+) -> None:
+    shown, page = script["PICTURE"], script["newest"]()
+    assert shown.read_text() == script["picture"](script["numbers"](page)), (
+        f"run scripts/picture: there is a newer page, {page.name}"
+    )
+    readme = (ROOT / "README.md").read_text()
+    for linked in (shown, page.with_suffix(".md")):
+        assert str(linked.relative_to(ROOT)) in readme, f"README.md does not link {linked.name}"
 
 
 def test_bars_are_in_proportion(script: dict[str, Any]) -> None:
