@@ -249,7 +249,12 @@ class Walk:
         # An update of the host comes next, and ops that it needs are held back: these go first.
         while any(other not in self._events for other in op.after):
             self._wait_for_held_back()
-        self._submit(self._order.popleft())
+        for other in op.after:
+            if self._lanes[other] in _ENDED_FIRST[op.lane]:
+                self._wait_for(other)
+        after = self._inputs(op)
+        assert after is not None, "it waits for nothing more"
+        self._submit(self._order.popleft(), after)
 
     def _hold_back(self) -> bool:
         """Hold back the next ops of the order that cannot be submitted yet; tell if there are any.
@@ -262,7 +267,7 @@ class Walk:
             op = ops[order[0]]
             lane = op.lane
             # Behind one that is held back, too: a lane keeps its order.
-            if lane is Lane.HOST or not (held_back.get(lane) or not self._can_submit(op)):
+            if lane is Lane.HOST or not (held_back.get(lane) or self._inputs(op) is None):
                 break
             held_back.setdefault(lane, deque()).append(order.popleft())
         return len(order) < before
@@ -276,9 +281,10 @@ class Walk:
         """Submit the host's next update if it can begin, and what is around it; tell if it did."""
         # First: an update has to be next, as other ops keep the order of their lane.
         self._submit_others()
-        if not self._order or not self._can_submit(self._plan.ops[self._order[0]]):
+        after = self._inputs(self._plan.ops[self._order[0]]) if self._order else None
+        if after is None:
             return False
-        self._submit(self._order.popleft())
+        self._submit(self._order.popleft(), after)
         self._submit_others()
         return True
 
@@ -301,24 +307,32 @@ class Walk:
             under_way.popleft()
         return len(under_way) >= most
 
-    def _can_submit(self, op: Op) -> bool:
-        """Tell whether an op need not wait on the host: [Note: which ops wait on the host]."""
+    def _inputs(self, op: Op) -> list[Waitable] | None:
+        """Return the events that an op is handed; None: it has to wait on the host first, [Note:
+        which ops wait on the host].
+        """
         # Asked several times for each op, of all that are held back.
         events, lanes, lane = self._events, self._lanes, op.lane
-        ended_first = _ENDED_FIRST[lane]
+        ended_first, after = _ENDED_FIRST[lane], []
         for other in op.after:
             if other not in events:
                 self._missing[lane] = other
-                return False
+                return None
             event = events[other]
-            if event is not None and lanes[other] in ended_first and not self._has_ended(other):
+            if event is None:
+                continue
+            if lanes[other] not in ended_first:
+                after.append(event)
+            elif event.done():
+                self._end(other)  # raises its error, if any
+            else:
                 self._awaited[lane] = event
-                return False
-        return not (self._under_way.get(lane) and self._is_full(lane))
+                return None
+        return None if self._under_way.get(lane) and self._is_full(lane) else after
 
     def _advance(self) -> None:
         """Submit the held-back ops that can be submitted, each lane in its order."""
-        ops, can_submit = self._plan.ops, self._can_submit
+        ops, inputs_of = self._plan.ops, self._inputs
         awaited, missing, events = self._awaited, self._missing, self._events
         moved = True
         while moved:
@@ -330,9 +344,9 @@ class Walk:
                     or (lane in awaited and not awaited[lane].done())
                 ):
                     continue
-                while waiting and can_submit(ops[waiting[0]]):
+                while waiting and (after := inputs_of(ops[waiting[0]])) is not None:
                     moved = True
-                    self._submit(waiting.popleft())
+                    self._submit(waiting.popleft(), after)
 
     def _wait_for_held_back(self) -> None:
         """Wait until the first held-back op can be submitted, and submit all that can be then."""
@@ -344,18 +358,8 @@ class Walk:
             self._wait_for(other)
         self._advance()
 
-    def _submit(self, number: int) -> None:
+    def _submit(self, number: int, after: Sequence[Waitable]) -> None:
         op = self._plan.ops[number]
-        after: list[Waitable] = []
-        ended_first = _ENDED_FIRST[op.lane]
-        for other in op.after:
-            event = self._events[other]
-            if event is None:
-                continue
-            if self._lanes[other] in ended_first:
-                self._wait_for(other)
-            else:
-                after.append(event)
         try:
             event = self._events[number] = self._executor.carrier.carry_out(op, after)
         except Exception as error:
