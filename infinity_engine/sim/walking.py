@@ -152,6 +152,7 @@ class FetchingRoom:
         self._beyond = max(staged - limit, 0) + on_their_way  # bytes that the limit does not count
         # Bytes that are free from a time on: the device may still read them.
         self._leaving: deque[tuple[int, int]] = deque()
+        self._leaving_bytes = 0
 
     def begin_pass(self, *, backward: bool = False) -> None:
         """Expect each module once, in the order of a forward, or of a backward."""
@@ -182,10 +183,10 @@ class FetchingRoom:
             used_ns = max(used_ns, self._remove(other))
         # The memory of all is free when the device has used the last: the engine notes one event.
         if nbytes:
-            self._leaving.append((nbytes, used_ns))
+            self._leave(nbytes, used_ns)
         room = self.resident.free + self._beyond - needed
-        while self._leaving and room < sum(gone for gone, _ in self._leaving):
-            free_ns = max(free_ns, self._leaving.popleft()[1])
+        while self._leaving and room < self._leaving_bytes:
+            free_ns = max(free_ns, self._left())
         return free_ns
 
     def evict(self, modules: Iterable[int], free_ns: int) -> bool:
@@ -193,21 +194,31 @@ class FetchingRoom:
         before = len(self._leaving)
         for module in modules:
             self._remove(module)
-            self._leaving.append((self._nbytes[module], free_ns))
+            self._leave(self._nbytes[module], free_ns)
         return len(self._leaving) > before
 
     def has_room(self, module: int, thread: TimedCarrier) -> bool:
         """Tell whether staging sets leave room for a module; wait for what is leaving."""
         room = self.resident.free + self._beyond - self._staged - self._nbytes[module]
         while self._leaving and (
-            self._leaving[0][1] <= thread.now_ns or room < sum(gone for gone, _ in self._leaving)
+            self._leaving[0][1] <= thread.now_ns or room < self._leaving_bytes
         ):
-            thread.wait_until(self._leaving.popleft()[1])
-        return room >= sum(gone for gone, _ in self._leaving)
+            thread.wait_until(self._left())
+        return room >= self._leaving_bytes
 
     def end_update(self) -> None:
         """Note that the update has ended: it has no staging sets any more."""
         self._staged = 0
+
+    def _leave(self, nbytes: int, free_ns: int) -> None:
+        self._leaving.append((nbytes, free_ns))
+        self._leaving_bytes += nbytes
+
+    def _left(self) -> int:
+        """Return when the next bytes that are leaving are free, and count them no more."""
+        nbytes, free_ns = self._leaving.popleft()
+        self._leaving_bytes -= nbytes
+        return free_ns
 
     def _remove(self, module: int) -> int:
         self.resident.remove(module)
