@@ -6,12 +6,12 @@ estimate them. Decision 0049 has the model of a step.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import reduce
+from math import inf
 from operator import add
 from types import MappingProxyType
 from typing import NamedTuple
@@ -328,19 +328,16 @@ def _seconds_of(
     forward_s: float, backward_s: float, effect: _Effect, rates: ActivationRates
 ) -> tuple[float, float]:
     """Return the seconds of forward and backward, which compute for so long at least."""
-    linked = effect.host + (effect.drives if rates.over_link else 0)
+    _, _, host, drives, recompute_s = effect
+    linked = host + (drives if rates.over_link else 0)
     return (
-        max(forward_s, _took(linked, rates.to_host), _took(effect.drives, rates.to_drives)),
+        max(forward_s, linked / (rates.to_host or inf), drives / (rates.to_drives or inf)),
         max(
-            backward_s + effect.recompute_s,
-            _took(linked, rates.from_host),
-            _took(effect.drives, rates.from_drives),
+            backward_s + recompute_s,
+            linked / (rates.from_host or inf),
+            drives / (rates.from_drives or inf),
         ),
     )
-
-
-def _took(nbytes: int, bytes_per_s: float | None) -> float:
-    return nbytes / bytes_per_s if nbytes and bytes_per_s else 0.0
 
 
 # --- all blocks -----------------------------------------------------------------------------------
@@ -388,7 +385,7 @@ class _Search:
     def choices(self) -> list[ActivationChoice]:
         """Return good choices: the best is among them where all could be looked at."""
         found = list(self._in_rows())
-        limit = min((self._seconds(self._effect(ways)) for ways in found), default=math.inf)
+        limit = min((self._seconds(self._effect(ways)) for ways in found), default=inf)
         found += self._walked(limit)
         return [self._chosen(self._mended(ways)) for ways in self._shortlist(found)]
 
@@ -541,7 +538,7 @@ class _Search:
 
     def _rank(self, effect: _Effect) -> tuple[float, ...]:
         if not self._fits(effect):
-            return (math.inf,)
+            return (inf,)
         return self._seconds(effect), effect.drives, effect.recompute_s, effect.host
 
 
