@@ -77,7 +77,7 @@ def best_of_all(planner: Planner, *, below_ns: float = inf) -> Candidate | None:
         if least >= below_ns:
             break
         try:
-            candidate = planner.candidate(choice)
+            candidate = planner.candidate(choice, below_ns=below_ns, alike_ns=below_ns)
         except (CapacityError, ConfigError):
             continue
         if candidate.timeline.ns < below_ns:
