@@ -19,9 +19,9 @@ from infinity_engine.advice.means import (
 )
 from infinity_engine.placement.training import Means, Training
 from infinity_engine.sim.candidate import Candidate
-from infinity_engine.sim.timeline import StepTimeline, time_step
+from infinity_engine.sim.timeline import StepTimeline, least_step_ns, time_step
 
-__all__ = ["RateSource", "StepRange", "retimed", "step_range", "update_range"]
+__all__ = ["RateSource", "StepRange", "least_retimed_ns", "retimed", "step_range", "update_range"]
 
 
 class RateSource(Enum):
@@ -60,6 +60,9 @@ _LINKS = _DoubtPart(0.8, 1.1)
 _DRIVES = _DoubtPart(0.45, 1.5)
 _WIRE = _DoubtPart(0.5, 1.0)  # assumed: the rate is that of links that carry nothing else
 _COMPUTE = _DoubtPart(0.6, 1.5)  # 25% to 60% of the peak, where 40% is assumed
+# Of a step: where lanes that never wait take so much of it, what they take changes with the rates
+# as the step does, to an eighth, and is found ten times as fast.
+_HARDLY_WAITS = 0.95
 
 
 def step_range(
@@ -69,28 +72,36 @@ def step_range(
     if source is not RateSource.PUBLISHED:
         part = _OF_MEASURED if source is RateSource.MEASURED else _OF_GIVEN
         return StepRange((1 - part) * candidate.step_s, (1 + part) * candidate.step_s)
-    slow, fast = _slow_and_fast(candidate, training, means)
-    return StepRange(min(fast.ns / 1e9, candidate.step_s), max(slow.ns / 1e9, candidate.step_s))
+    ends = [_changed(means, at) for at in (0, 1)]
+    least_ns = least_retimed_ns(candidate, training, means)
+    if least_ns >= _HARDLY_WAITS * candidate.timeline.ns:
+        slow_s, fast_s = (
+            candidate.step_s * least_retimed_ns(candidate, training, end) / least_ns for end in ends
+        )
+    else:
+        slow_s, fast_s = (retimed(candidate, training, end).ns / 1e9 for end in ends)
+    return StepRange(min(fast_s, candidate.step_s), max(slow_s, candidate.step_s))
 
 
 def update_range(candidate: Candidate, training: Training, means: Means) -> StepRange:
     """Return the seconds between which the update is expected, where the rates are published."""
-    slow, fast = _slow_and_fast(candidate, training, means)
+    slow, fast = (retimed(candidate, training, _changed(means, at)) for at in (0, 1))
     planned_s = candidate.timeline.update_ns / 1e9
     return StepRange(min(fast.update_ns / 1e9, planned_s), max(slow.update_ns / 1e9, planned_s))
 
 
 def retimed(candidate: Candidate, training: Training, means: Means) -> StepTimeline:
     """Return the step of the same plan at other rates."""
-    overlap = replace(training, overlap=candidate.overlap)
-    return time_step(candidate.plan, candidate.sizing, overlap, means)
+    return time_step(candidate.plan, candidate.sizing, _as_planned(candidate, training), means)
 
 
-def _slow_and_fast(
-    candidate: Candidate, training: Training, means: Means
-) -> tuple[StepTimeline, StepTimeline]:
-    slow, fast = (retimed(candidate, training, _changed(means, at)) for at in (0, 1))
-    return slow, fast
+def least_retimed_ns(candidate: Candidate, training: Training, means: Means) -> int:
+    """Return nanoseconds that the step of the same plan takes at least, at other rates."""
+    return least_step_ns(candidate.plan, candidate.sizing, _as_planned(candidate, training), means)
+
+
+def _as_planned(candidate: Candidate, training: Training) -> Training:
+    return replace(training, overlap=candidate.overlap)
 
 
 def _changed(means: Means, at: int) -> Means:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from math import isinf, log2
 from types import MappingProxyType
 
-from infinity_engine.advice.doubt import retimed
+from infinity_engine.advice.doubt import least_retimed_ns, retimed
 from infinity_engine.advice.means import (
     with_compute,
     with_faster_writes,
@@ -22,7 +22,7 @@ from infinity_engine.advice.means import (
 from infinity_engine.machine.capacity import capacity_of
 from infinity_engine.placement.training import Means
 from infinity_engine.plan import Auto
-from infinity_engine.sim.planner import Decision
+from infinity_engine.sim.planner import Decision, Planner
 from infinity_engine.sim.report import written_bytes
 from infinity_engine.sim.timeline import StepTimeline
 from infinity_engine.units import DAY_S, GB, GiB
@@ -78,27 +78,35 @@ def purchases(
     for offer in _offers(means.before_inputs(), better_gpus, computes=computes):
         there = planner.with_means(offer.means)
         ns, written = best.timeline.ns, written_bytes(best.timeline, training, means)
-        is_open = is_given or isinf(before_ns)
-        if is_open or there.least_estimate_ns(numel) < (1 - _HOPELESS) * before_ns:
-            # Today's plan can still be carried out, so no purchase is a loss.
-            plans = [_of_today(decision, there.means)]
-            if (shorter := there.look(below_ns=plans[0].ns)) is not None:
-                plans.append(shorter.timeline)
-            shortest = min(plans, key=lambda timeline: timeline.ns)
-            ns, written = shortest.ns, written_bytes(shortest, training, there.means)
+        if is_given or isinf(before_ns) or _may_gain(there, numel, before_ns):
+            timeline = _quickest(decision, there)
+            ns, written = timeline.ns, written_bytes(timeline, training, there.means)
         saved = max(1 - ns / best.timeline.ns, 0.0) if best.timeline.ns else 0.0
         per_day = written * DAY_S / (ns / 1e9) if ns else 0.0
         found.append(Purchase(offer.what, ns / 1e9, per_day if computes else None, saved))
     return tuple(sorted(found, key=lambda purchase: -purchase.saved))
 
 
-def _of_today(decision: Decision, means: Means) -> StepTimeline:
-    """Return the step of today's plan with other means: more memory alone changes nothing in it."""
-    best = decision.best
-    planned = decision.means
+def _may_gain(there: Planner, numel: int, before_ns: float) -> bool:
+    """Tell by estimates whether a step may be shorter there."""
+    return there.least_estimate_ns(numel) < (1 - _HOPELESS) * before_ns
+
+
+def _quickest(decision: Decision, there: Planner) -> StepTimeline:
+    """Return the shortest step there of a short search's plan and today's, which can still be
+    carried out: so no purchase is a loss.
+    """
+    best, planned, training = decision.best, decision.means, decision.training
+    found = there.look(below_ns=best.timeline.ns)
+    means = there.means
     if replace(means, budget=planned.budget, whole=planned.whole) == planned:
-        return best.timeline
-    return retimed(best, decision.training, means)
+        today = best.timeline  # more memory alone changes nothing in it
+    # Timing it again takes as long as a plan of a search.
+    elif found is not None and found.timeline.ns <= least_retimed_ns(best, training, means):
+        return found.timeline
+    else:
+        today = retimed(best, training, means)
+    return today if found is None or today.ns <= found.timeline.ns else found.timeline
 
 
 # --- what can be bought ---------------------------------------------------------------------------

@@ -33,6 +33,7 @@ __all__ = [
     "Phase",
     "Span",
     "StepTimeline",
+    "least_step_ns",
     "time_quickest_step",
     "time_step",
 ]
@@ -119,6 +120,12 @@ def time_step(plan: Plan, sizing: Sizing, training: Training, means: Means) -> S
         ConfigError: a rate is missing of something that the plan uses.
     """
     return _TimedStep(plan, sizing, training, means, _work_of(plan, sizing, training)).run()
+
+
+def least_step_ns(plan: Plan, sizing: Sizing, training: Training, means: Means) -> int:
+    """Return nanoseconds that no step by this plan takes less than: no lane waits for another."""
+    work = _work_of(plan, sizing, training)
+    return _TimedStep(plan, sizing, training, means, work).least().earliest_end_ns()
 
 
 def time_quickest_step(
@@ -224,10 +231,10 @@ class _Lanes:
 
     def work(self, lane: Lane, duration_ns: int, after_ns: int, nbytes: int = 0) -> int:
         """Let a lane work, next and not before `after_ns`; return when it has."""
-        time = self.clocks.work(lane, duration_ns, after_ns=after_ns)
+        start_ns, end_ns = self.clocks.work(lane, duration_ns, after_ns=after_ns)
         if duration_ns:
-            self.spans.append(_new(Span, (lane, time.start_ns, time.end_ns, nbytes)))
-        return time.end_ns
+            self.spans.append(_new(Span, (lane, start_ns, end_ns, nbytes)))
+        return end_ns
 
     def move(self, lane: Lane, nbytes: int, after_ns: int, *, copies: int = 1) -> int:
         """Let a lane move so many bytes in so many copies; return when it has."""
@@ -600,7 +607,7 @@ class _TimedStep:
         for lane in dict.fromkeys(op.lane for op in self._plan.steps.ops):
             # A missing rate is refused here: within the walk it would be a failed op.
             self._lanes.clocks.duration_ns(lane, 0)
-        least, last = self._least(), len(self._work.modules) - 1
+        least, last = self.least(), len(self._work.modules) - 1
         number = 0
 
         def check() -> None:
@@ -632,15 +639,18 @@ class _TimedStep:
             raise _LongerStepError
         return end_ns
 
-    def _least(self) -> _LeastStep:
+    def least(self) -> _LeastStep:
         """Return what the step takes at least while its lanes wait for nothing."""
         duration_ns, moving_ns = self._disturbance.alone, self._lanes.moving_ns
-        forward_ns = backward_ns = fetched = read = down = written = 0
+        forward_ns = backward_ns = fetched = read = handed = down = written = 0
+        is_one_memory = self._compute is Lane.HOST
         for needs in self._work.modules:
             forward_ns += duration_ns(needs.flops)
             backward_ns += duration_ns(0, needs.backward_flops, needs.again * needs.flops)
             fetched += needs.fetched
             read += needs.read
+            # On one memory, modules are handed what is updated.
+            handed += needs.read if is_one_memory and needs.subgroups else 0
             down += needs.gradient_down
             written += needs.gradient_written
         ready = {
@@ -649,7 +659,7 @@ class _TimedStep:
         }
         for lane, ns in (
             (Lane.H2D, moving_ns(Lane.H2D, fetched)),
-            (Lane.NVME_READ, moving_ns(Lane.NVME_READ, read)),
+            (Lane.NVME_READ, moving_ns(Lane.NVME_READ, read - handed)),
             (self._compute, forward_ns),
         ):
             ready[lane] = ready.get(lane, 0) + ns

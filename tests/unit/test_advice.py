@@ -6,12 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from infinity_engine.advice.advising import advise
 from infinity_engine.advice.course import Prices, TrainingRun, forecast
-from infinity_engine.advice.doubt import RateSource, step_range
+from infinity_engine.advice.doubt import RateSource, _changed, retimed, step_range
 from infinity_engine.advice.means import (
     with_compute,
     with_drives,
@@ -35,12 +36,14 @@ from infinity_engine.plan import (
 from infinity_engine.sim.planner import Decision, Planner, decide
 from infinity_engine.sim.presets import preset
 from infinity_engine.sim.report import report_of
+from infinity_engine.sim.timeline import StepTimeline
 from infinity_engine.units import DAY_S, GB, GiB
 from support.plannings import (
     equal_questions_searched_once,
     model_of,
     random_case,
     training_of,
+    varied_case,
 )
 
 SMALL = model_of(*([40_000_000] * 8))
@@ -190,6 +193,35 @@ def test_a_step_lies_within_its_range_which_is_narrow_for_measured_rates(
         width[source] = found.most_s / found.least_s
 
     assert width[RateSource.MEASURED] < width[RateSource.GIVEN] < width[RateSource.PUBLISHED]
+
+
+def test_a_range_is_about_what_the_same_plan_takes_at_the_slow_and_the_fast_rates() -> None:
+    # In the first, lanes hardly wait for one another; in the second, they do most of the time.
+    for decision in (decide(*random_case(12)), decide(*varied_case(21))):
+        best, training, means = decision.best, decision.training, decision.means
+        found = step_range(best, training, means, RateSource.PUBLISHED)
+        for at, expected_s in enumerate((found.most_s, found.least_s)):
+            there = retimed(best, training, _changed(means, at))
+            assert expected_s == pytest.approx(there.ns / 1e9, rel=0.1)
+
+
+def test_todays_plan_is_timed_again_only_where_it_may_be_the_shorter_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    timed: list[StepTimeline] = []
+
+    def noted(*given: Any) -> StepTimeline:
+        timed.append(retimed(*given))
+        return timed[-1]
+
+    monkeypatch.setattr("infinity_engine.advice.purchases.retimed", noted)
+    decisions = [decide(*random_case(seed)) for seed in (2, 3, 22)]
+    found = [purchases(decision) for decision in decisions]
+    needed = len(timed)
+
+    monkeypatch.setattr("infinity_engine.advice.purchases.least_retimed_ns", lambda *_: 0)
+    assert [purchases(decision) for decision in decisions] == found
+    assert 0 < needed < len(timed) - needed
 
 
 def test_a_slow_host_widens_the_range_of_a_plan_that_it_binds() -> None:

@@ -47,7 +47,7 @@ from infinity_engine.sim.planner import Planner, decide
 from infinity_engine.sim.presets import preset
 from infinity_engine.sim.remedies import explain_refusal
 from infinity_engine.sim.report import report_of
-from infinity_engine.sim.timeline import time_quickest_step, time_step
+from infinity_engine.sim.timeline import least_step_ns, time_quickest_step, time_step
 from infinity_engine.units import GB, TB, GiB
 from support.best_of_all import Bounds, best_of_all, everything
 from support.plannings import (
@@ -745,6 +745,22 @@ def test_the_bound_that_cuts_a_step_short_is_never_longer_than_the_step(
 
         assert bounds == sorted(bounds), seed
         assert bounds[-1] <= step.ns, seed
+
+
+@pytest.mark.parametrize("case", [random_case, varied_case, disturbed_case])
+def test_no_step_takes_less_than_lanes_that_never_wait(case: Case) -> None:
+    memories = set()
+    for seed in range(24):
+        training, there = case(seed)
+        found = Planner(training, there).look()
+        if found is None:
+            continue
+        memories.add(there.unified)
+        for overlap in (True, False):
+            asked = replace(training, overlap=overlap)
+            step = time_step(found.plan, found.sizing, asked, there)
+            assert 0 < least_step_ns(found.plan, found.sizing, asked, there) <= step.ns, seed
+    assert memories == {True, False}
 
 
 def test_parameters_at_home_cross_the_link_for_forward_and_backward_and_gradients_come_back() -> (
