@@ -55,6 +55,7 @@ _GRID = (0.0, 0.05, 0.1, 0.175, 0.25, 0.35, 0.5, 0.625, 0.75, 0.875, 1.0)
 _GRID_OF_PARTS = tuple(Parts(resident, visiting) for resident, visiting in product(_GRID, _GRID))
 _OFF = 2.0  # subgroups that rounding may be off by, where a corner does not fit
 _EACH_KIND = 2  # of the best estimates of each tier and size, with visitors and without
+_KINDS = 2  # of which a short search knows the best parts
 _COARSE = 1.08  # times the best estimate: subgroups that large are good enough to explore with
 APART = 0.05  # of all: parts nearer than that are alike
 _SHORT = 1 / 1.02  # of the memory: with as little, a form is placed, as estimates are off by that
@@ -157,7 +158,7 @@ class Forms:
         return min(
             (
                 self.estimate_ns(Form(family, parts), numel)
-                for _, family in self._promising_families([numel])
+                for family in self._promising_families(numel)
                 for parts in self._points(family, numel)[0]
             ),
             default=inf,
@@ -192,27 +193,40 @@ class Forms:
                 yield Ranked(estimate_ns, form, numel, inside)
 
     def promising(self, numels: Sequence[int]) -> list[Ranked]:
-        """Return the entries of those families and sizes that may have the best of all."""
-        return [
-            Ranked(self.estimate_ns(form, numel), form, numel, inside)
-            for numel, family in self._promising_families(numels)
-            for form, inside in self._all_forms(family, numel)
+        """Return for each size the few kinds with the best estimates, each with the best parts that
+        estimates alone lead to.
+        """
+        smallest = numels[-1]  # whatever fits at all does with these
+        entries = [
+            Ranked(self.estimate_ns(form, smallest), form, smallest, inside)
+            for family in self._promising_families(smallest)
+            for form, inside in self._all_forms(family, smallest)
         ]
+        ranked = sorted(entries, key=attrgetter("estimate_ns"))
+        found = []
+        for entry in few_of_each_kind(ranked, most=1)[:_KINDS]:
+            best = self.refined(entry)
+            for numel in numels[:-1]:
+                form = self.within(best.form, numel)
+                estimate_ns = self.estimate_ns(form, numel)
+                found.append(self.refined(Ranked(estimate_ns, form, numel, form)))
+            found.append(best)
+        return found
 
-    def _promising_families(self, numels: Sequence[int]) -> list[tuple[int, Family]]:
-        """Return sizes and families that may have the best of all.
+    def _promising_families(self, numel: int) -> list[Family]:
+        """Return the families that may have the best of all with subgroups of this size.
 
         Where edges meet, the others take much longer already.
         """
         least = {
-            (numel, family): min(
+            family: min(
                 self.estimate_ns(Form(family, parts), numel)
                 for parts in self._points(family, numel, with_grid=False)[0]
             )
-            for numel, family in product(numels, list(self._families()))
+            for family in self._families()
         }
         most_ns = _PROMISING * min(least.values(), default=inf)
-        return [known for known, ns in least.items() if ns <= most_ns]
+        return [family for family, ns in least.items() if ns <= most_ns]
 
     def _all_forms(self, family: Family, numel: int) -> Iterator[tuple[Form, Form]]:
         """Yield the forms of a family, each with one further from the edges, if it does not fit."""

@@ -45,7 +45,6 @@ _ENOUGH = 46  # that are not resident
 _MOST_WORK = 6500  # simulated subgroups: about a second of one core
 _PLACED = 40  # simulated subgroups take as long as to find whether a plan fits
 _HOPEFUL = 1.1  # times the best step: what is estimated to take longer is not simulated
-_LOOKS = 2  # simulated plans of a short search
 _GAIN = 0.97  # of a known step: a short search simulates no form that is estimated to take more
 _NEAR = 1.12  # times the best: what is slower is not gone on from
 _FIRST_STEPS = (1 / 8, 1 / 16, 1 / 32, 1 / 64)  # of all, to parts nearby
@@ -53,9 +52,9 @@ _LAST_STEPS = (1 / 32, 1 / 128)
 # From the best at the end; the third one crosses a hill between two valleys.
 _POLISHING_STEPS = (1 / 128, 1 / 64, 1 / 32, 1 / 256)
 _INSIDE = 1 / 64  # of all that visit less, where small subgroups do not take what was estimated
-# Work beyond the limit, as the best is often found when it is reached; less where it takes as long
-# as estimated, so that small changes matter little.
-_POLISHING, _POLISHING_SMOOTH = 5000, 1500
+# Work beyond the limit, as the best is often found when it is reached; one plan where it takes as
+# long as estimated, so that small changes matter little.
+_POLISHING, _POLISHING_SMOOTH = 3000, 0
 _SMOOTH = 0.015  # of its estimate: the best takes so much more or less at most
 _RUGGED = 1.03  # times its estimate: the best takes longer, so that other parts may be better
 _ELSEWHERE = 4  # plans of the best kind that are apart from all others that were simulated
@@ -153,21 +152,16 @@ class Search:
         not be the best.
         """
         self._known_ns = below_ns
-        entries = self._forms.promising(self._forms.numels())
-        numel = coarsest_near_the_best(entries)
-        alike = [entry for entry in entries if entry.numel == numel]
-        for entry in best_of_each_kind(alike)[:_LOOKS]:
-            if self._may_take_ns(entry) < _GAIN * self._least_ns:
+        numels = self._forms.numels()
+        # Smaller subgroups make room for more, and take longer to simulate: they have to be worth
+        # it.
+        worth = {numel: _GAIN**number for number, numel in enumerate(numels)}
+        ranked = sorted(
+            self._forms.promising(numels), key=lambda entry: entry.estimate_ns / worth[entry.numel]
+        )
+        for entry in ranked:
+            if entry.estimate_ns < _GAIN * self._least_ns:
                 self._simulate(entry)
-        # Smaller subgroups make room for more, and take longer to simulate.
-        for smaller in sorted({entry.numel for entry in entries if entry.numel < numel})[::-1]:
-            best = min(
-                (entry for entry in entries if entry.numel == smaller),
-                key=attrgetter("estimate_ns"),
-            )
-            refined = self._forms.refined(best)
-            if refined.estimate_ns < _GAIN * self._least_ns:
-                self._simulate(refined)
         return self._best
 
     def missing(self, tier: Tier) -> float:
