@@ -90,8 +90,9 @@ class StepTimeline:
     `spans` shows.
     """
     update_ns: int
-    moved: Mapping[Lane, int]
-    """Bytes over each link, in the whole step."""
+    repeated: tuple[Span, ...] = ()
+    """What is done once for each further micro-batch, of which there are `repeats`."""
+    repeats: int = 0
     gathering_ns: int = 0
     """How long ranks exchange parameters and gradients in the whole step, hidden or not."""
 
@@ -99,6 +100,16 @@ class StepTimeline:
     def ns(self) -> int:
         """How long the step takes."""
         return max((end_ns for _, _, end_ns in self.cuts), default=0) + self.repeated_ns
+
+    @property
+    def moved(self) -> Mapping[Lane, int]:
+        """Bytes over each link, in the whole step."""
+        moved: dict[Lane, int] = {}
+        for spans, times in ((self.spans, 1), (self.repeated, self.repeats)):
+            for span in spans:
+                if span.nbytes:
+                    moved[span.lane] = moved.get(span.lane, 0) + times * span.nbytes
+        return moved
 
     @property
     def update_busy_ns(self) -> Mapping[Lane, int]:
@@ -281,7 +292,7 @@ class _LeastStep:
         """Return a time before which the step cannot end, from how long each lane has waited so
         far.
         """
-        return max(self._clocks.idle_ns(lane) + ns for lane, ns in self._busy)
+        return max([self._clocks.idle_ns(lane) + ns for lane, ns in self._busy])  # asked at each op
 
 
 class _TimedUpdate:
@@ -524,7 +535,7 @@ class _TimedStep:
             computed_ns = self._forward_beside(most_ns)
         else:
             computed_ns = self._forward(begin_ns, deferred=deferred)
-        updated_ns = self._update.end_ns
+        updated_ns = self._update.end_ns if deferred else begin_ns
         middle_ns = max(computed_ns, updated_ns)
         made_ns, end_ns = self._backward(middle_ns)
         cuts = [
@@ -536,7 +547,6 @@ class _TimedStep:
             cuts[:2] = [("update and forward", 0, middle_ns)]
         once = len(self._lanes.spans)
         spans = (*self._update.spans, *self._lanes.spans)
-        moved = _moved(spans)
         repeated_ns, gathering_ns = 0, self._wire.busy_ns
         more = self._steps_micro_batches - 1
         if more:
@@ -546,15 +556,14 @@ class _TimedStep:
             # Made, or sent: where a link is slower than computing, its gradients queue up.
             repeated_ns = more * max(again_ns - made_ns, again_end_ns - end_ns)
             gathering_ns += more * (self._wire.busy_ns - gathered_ns)
-            for lane, nbytes in _moved(self._lanes.spans[once:]).items():
-                moved[lane] = moved.get(lane, 0) + more * nbytes
         return StepTimeline(
             cuts=tuple(cuts),
             spans=spans,
             update_spans=len(self._update.spans),
             repeated_ns=repeated_ns,
             update_ns=updated_ns,
-            moved=moved,
+            repeated=tuple(self._lanes.spans[once:]),
+            repeats=more,
             gathering_ns=gathering_ns,
         )
 
@@ -792,10 +801,10 @@ def _work_of(plan: Plan, sizing: Sizing, training: Training) -> _StepWork:
     amounts: dict[Lane, int] = {}
     summed, layouts = 0, plan.layouts
     for op in plan.steps.ops:
-        lane = op.lane
-        amounts[lane] = amounts.get(lane, 0) + op.amount
+        lane, amount = op.lane, op.amount
+        amounts[lane] = amounts.get(lane, 0) + amount
         if lane is Lane.HOST and op.subgroup in layouts:
-            summed += op.amount
+            summed += amount
     return _StepWork(_needs(plan, sizing, training), amounts, summed)
 
 
@@ -979,11 +988,3 @@ def _busy(spans: Iterable[Span], start_ns: int, end_ns: int) -> dict[Lane, int]:
         if begins_ns < end_ns and ends_ns > start_ns:
             busy[lane] += min(ends_ns, end_ns) - max(begins_ns, start_ns)
     return busy
-
-
-def _moved(spans: Iterable[Span]) -> dict[Lane, int]:
-    moved: dict[Lane, int] = {}
-    for span in spans:
-        if span.nbytes:
-            moved[span.lane] = moved.get(span.lane, 0) + span.nbytes
-    return moved
