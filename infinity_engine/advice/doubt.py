@@ -1,7 +1,7 @@
 """How far a planned step, or its update, may be off, by where its rates come from.
 
 Pure. Measured rates leave the error of the model; published ones are each replaced by what machines
-were seen to reach, and the same plan is timed again. Called by advising.py.
+were seen to reach, for the same plan. Called by advising.py.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def step_range(
         return StepRange((1 - part) * candidate.step_s, (1 + part) * candidate.step_s)
     ends = [_changed(means, at) for at in (0, 1)]
     least_ns = least_retimed_ns(candidate, training, means)
-    if least_ns >= _HARDLY_WAITS * candidate.timeline.ns:
+    if least_ns > 0 and least_ns >= _HARDLY_WAITS * candidate.timeline.ns:
         slow_s, fast_s = (
             candidate.step_s * least_retimed_ns(candidate, training, end) / least_ns for end in ends
         )

@@ -1,7 +1,7 @@
 """What the next purchase would bring, and what a little more of each resource is worth.
 
-Pure. A purchase is a change of the means: the planner is asked again, by a short search that also
-tries the plan of today, so no purchase looks like a loss. What a GiB or a GB/s is worth comes from
+Pure. A purchase is a change of the means: the planner is asked again, by a short search; today's
+plan counts as well, so no purchase looks like a loss. What a GiB or a GB/s is worth comes from
 estimates alone, scaled to the simulated step. Called by the command line where a plan fits.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import isinf, log2
+from operator import attrgetter
 from types import MappingProxyType
 
 from infinity_engine.advice.doubt import least_retimed_ns, retimed
@@ -96,17 +97,15 @@ def _quickest(decision: Decision, there: Planner) -> StepTimeline:
     """Return the shortest step there of a short search's plan and today's, which can still be
     carried out: so no purchase is a loss.
     """
-    best, planned, training = decision.best, decision.means, decision.training
-    found = there.look(below_ns=best.timeline.ns)
-    means = there.means
+    best, planned, training, means = decision.best, decision.means, decision.training, there.means
+    look = there.look(below_ns=best.timeline.ns)
+    found = [] if look is None else [look.timeline]
     if replace(means, budget=planned.budget, whole=planned.whole) == planned:
-        today = best.timeline  # more memory alone changes nothing in it
+        found.insert(0, best.timeline)  # more memory alone changes nothing in it
     # Timing it again takes as long as a plan of a search.
-    elif found is not None and found.timeline.ns <= least_retimed_ns(best, training, means):
-        return found.timeline
-    else:
-        today = retimed(best, training, means)
-    return today if found is None or today.ns <= found.timeline.ns else found.timeline
+    elif not found or least_retimed_ns(best, training, means) <= found[0].ns:
+        found.insert(0, retimed(best, training, means))
+    return min(found, key=attrgetter("ns"))
 
 
 # --- what can be bought ---------------------------------------------------------------------------

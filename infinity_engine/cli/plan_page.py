@@ -225,7 +225,7 @@ def _links(report: PlanReport) -> str:
     timeline = report.timeline
     end_ns = max(phase.end_ns for phase in timeline.phases) or 1
     width = _WIDTH - _LEFT - _RIGHT
-    drawn = []
+    drawn, of_lanes = [], timeline.moved
     # A lane with no work in this step has no strip.
     lanes = [lane for lane in Lane if any(span.lane is lane for span in timeline.spans)]
     for number, lane in enumerate(lanes):
@@ -243,7 +243,7 @@ def _links(report: PlanReport) -> str:
             height=_ROW - 6,
         )
         busy = sum(used) / len(used)
-        moved = timeline.moved.get(lane)
+        moved = of_lanes.get(lane)
         told = f"{busy:.0%}" + (f", {format_bytes(moved)}" if moved else "")
         drawn.append(_text(_WIDTH - _RIGHT + 14, top + 15, told))
 

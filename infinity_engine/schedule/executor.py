@@ -241,17 +241,18 @@ class Walk:
         if not self._order:
             return
         op = self._plan.ops[self._order[0]]
-        if op.lane is Lane.HOST and is_behind:
-            return
-        while op.lane is Lane.HOST and self._is_full(Lane.HOST):
-            self._wait_for(self._under_way[Lane.HOST][0])
-            self._advance()
-        # An update of the host comes next, and ops that it needs are held back: these go first.
-        while any(other not in self._events for other in op.after):
-            self._wait_for_held_back()
-        for other in op.after:
-            if self._lanes[other] in _ENDED_FIRST[op.lane]:
-                self._wait_for(other)
+        if op.lane is Lane.HOST:
+            if is_behind:
+                return
+            while self._is_full(Lane.HOST):
+                self._wait_for(self._under_way[Lane.HOST][0])
+                self._advance()
+            # Ops that the update needs are held back: these go first.
+            while any(other not in self._events for other in op.after):
+                self._wait_for_held_back()
+            for other in op.after:
+                if self._lanes[other] in _ENDED_FIRST[Lane.HOST]:
+                    self._wait_for(other)
         after = self._inputs(op)
         assert after is not None, "it waits for nothing more"
         self._submit(self._order.popleft(), after)
@@ -308,12 +309,15 @@ class Walk:
         return len(under_way) >= most
 
     def _inputs(self, op: Op) -> list[Waitable] | None:
-        """Return the events that an op is handed; None: it has to wait on the host first, [Note:
-        which ops wait on the host].
+        """Return the events that an op is handed; None where it cannot be submitted yet.
+
+        It cannot while an op before it is not submitted, or has to end first ([Note: which ops wait
+        on the host]), or while its lane is full.
         """
         # Asked several times for each op, of all that are held back.
         events, lanes, lane = self._events, self._lanes, op.lane
-        ended_first, after = _ENDED_FIRST[lane], []
+        ended_first = _ENDED_FIRST[lane]
+        after = []
         for other in op.after:
             if other not in events:
                 self._missing[lane] = other

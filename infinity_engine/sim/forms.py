@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
-from itertools import groupby, product
+from itertools import groupby, islice, product
 from math import inf, isinf
 from operator import attrgetter, itemgetter
 from typing import NamedTuple, TypeVar
@@ -202,16 +202,22 @@ class Forms:
             for family in self._promising_families(smallest)
             for form, inside in self._all_forms(family, smallest)
         ]
-        ranked = sorted(entries, key=attrgetter("estimate_ns"))
+        best: dict[Kind, Ranked] = {}
+        for entry in sorted(entries, key=attrgetter("estimate_ns")):
+            best.setdefault(entry.form.kind, entry)
         found = []
-        for entry in few_of_each_kind(ranked, most=1)[:_KINDS]:
-            best = self.refined(entry)
-            for numel in numels[:-1]:
-                form = self.within(best.form, numel)
-                estimate_ns = self.estimate_ns(form, numel)
-                found.append(self.refined(Ranked(estimate_ns, form, numel, form)))
-            found.append(best)
+        for entry in islice(best.values(), _KINDS):
+            smallest_form = self.refined(entry)
+            larger = (self._as_large(smallest_form.form, numel) for numel in numels[:-1])
+            found += [*map(self.refined, larger), smallest_form]
         return found
+
+    def _as_large(self, form: Form, numel: int) -> Ranked:
+        """Return about the same form with subgroups of another size."""
+        there = self.within(form, numel)
+        _, middle = self._points(form.family, numel, with_grid=False)
+        inside = there.parts.towards(middle, _OFF * self.room(form.family, numel).whole)
+        return Ranked(self.estimate_ns(there, numel), there, numel, there._replace(parts=inside))
 
     def _promising_families(self, numel: int) -> list[Family]:
         """Return the families that may have the best of all with subgroups of this size.

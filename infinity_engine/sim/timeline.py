@@ -103,7 +103,7 @@ class StepTimeline:
 
     @property
     def moved(self) -> Mapping[Lane, int]:
-        """Bytes over each link, in the whole step."""
+        """Bytes over each link, in the whole step, summed anew."""
         moved: dict[Lane, int] = {}
         for spans, times in ((self.spans, 1), (self.repeated, self.repeats)):
             for span in spans:
@@ -134,7 +134,12 @@ def time_step(plan: Plan, sizing: Sizing, training: Training, means: Means) -> S
 
 
 def least_step_ns(plan: Plan, sizing: Sizing, training: Training, means: Means) -> int:
-    """Return nanoseconds that no step by this plan takes less than: no lane waits for another."""
+    """Return nanoseconds that no step by this plan takes less than: no lane waits for another.
+
+    0 on one memory, and where ranks exchange bytes: it knows nothing of either.
+    """
+    if means.unified or (means.ranks > 1 and means.wire_bytes_per_s):
+        return 0
     work = _work_of(plan, sizing, training)
     return _TimedStep(plan, sizing, training, means, work).least().earliest_end_ns()
 
@@ -649,17 +654,16 @@ class _TimedStep:
         return end_ns
 
     def least(self) -> _LeastStep:
-        """Return what the step takes at least while its lanes wait for nothing."""
+        """Return what the step takes at least while its lanes wait for nothing; on a device with
+        memory of its own, and without what ranks exchange.
+        """
         duration_ns, moving_ns = self._disturbance.alone, self._lanes.moving_ns
-        forward_ns = backward_ns = fetched = read = handed = down = written = 0
-        is_one_memory = self._compute is Lane.HOST
+        forward_ns = backward_ns = fetched = read = down = written = 0
         for needs in self._work.modules:
             forward_ns += duration_ns(needs.flops)
             backward_ns += duration_ns(0, needs.backward_flops, needs.again * needs.flops)
             fetched += needs.fetched
             read += needs.read
-            # On one memory, modules are handed what is updated.
-            handed += needs.read if is_one_memory and needs.subgroups else 0
             down += needs.gradient_down
             written += needs.gradient_written
         ready = {
@@ -668,7 +672,7 @@ class _TimedStep:
         }
         for lane, ns in (
             (Lane.H2D, moving_ns(Lane.H2D, fetched)),
-            (Lane.NVME_READ, moving_ns(Lane.NVME_READ, read - handed)),
+            (Lane.NVME_READ, moving_ns(Lane.NVME_READ, read)),
             (self._compute, forward_ns),
         ):
             ready[lane] = ready.get(lane, 0) + ns

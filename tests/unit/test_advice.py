@@ -12,7 +12,13 @@ import pytest
 
 from infinity_engine.advice.advising import advise
 from infinity_engine.advice.course import Prices, TrainingRun, forecast
-from infinity_engine.advice.doubt import RateSource, _changed, retimed, step_range
+from infinity_engine.advice.doubt import (
+    RateSource,
+    _changed,
+    least_retimed_ns,
+    retimed,
+    step_range,
+)
 from infinity_engine.advice.means import (
     with_compute,
     with_drives,
@@ -196,9 +202,11 @@ def test_a_step_lies_within_its_range_which_is_narrow_for_measured_rates(
 
 
 def test_a_range_is_about_what_the_same_plan_takes_at_the_slow_and_the_fast_rates() -> None:
-    # In the first, lanes hardly wait for one another; in the second, they do most of the time.
-    for decision in (decide(*random_case(12)), decide(*varied_case(21))):
+    hardly_waits, waits = decide(*random_case(12)), decide(*varied_case(21))
+    for decision in (hardly_waits, waits):
         best, training, means = decision.best, decision.training, decision.means
+        part = least_retimed_ns(best, training, means) / best.timeline.ns
+        assert (part > 0.95) is (decision is hardly_waits)
         found = step_range(best, training, means, RateSource.PUBLISHED)
         for at, expected_s in enumerate((found.most_s, found.least_s)):
             there = retimed(best, training, _changed(means, at))
@@ -222,6 +230,30 @@ def test_todays_plan_is_timed_again_only_where_it_may_be_the_shorter_one(
     monkeypatch.setattr("infinity_engine.advice.purchases.least_retimed_ns", lambda *_: 0)
     assert [purchases(decision) for decision in decisions] == found
     assert 0 < needed < len(timed) - needed
+
+
+@pytest.mark.parametrize("parameters", [Tier.DEVICE, Tier.NVME])
+def test_a_purchase_for_one_memory_needs_no_rates_of_links(parameters: Tier) -> None:
+    rates = Rates(host_update_params_per_s=1e9, nvme=RATES.nvme)
+    budget = ResolvedBudget(device=0, host=round(3 * GB), nvme={"a": round(100 * GB)})
+    means = Means(budget=budget, rates=rates, flops_per_s=80e12, unified=True)
+    decision = decide(training_of(SMALL), means, parameters=parameters)
+
+    found = advise(decision, RateSource.PUBLISHED)
+    assert named(found.purchases, "drives again").step_s <= decision.best.step_s
+    assert found.step_range is not None
+
+
+def test_ranges_know_of_what_ranks_exchange() -> None:
+    """It binds the step, so that faster computing alone does not make it shorter."""
+    means = replace(decided(100, 100).means, ranks=2, wire_bytes_per_s=1e9)
+    decision = decide(training_of(SMALL), means)
+
+    # so the busiest lane does not tell how long it takes
+    assert least_retimed_ns(decision.best, decision.training, means) == 0
+    found = step_range(decision.best, decision.training, means, RateSource.PUBLISHED)
+    assert found.least_s > 0.95 * decision.best.step_s  # no wire was seen to be faster
+    assert found.most_s > 1.8 * decision.best.step_s  # and it may be half as fast
 
 
 def test_a_slow_host_widens_the_range_of_a_plan_that_it_binds() -> None:
