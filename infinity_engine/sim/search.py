@@ -2,7 +2,7 @@
 
 What forms.py estimates to be best is placed and simulated; from the best of these the search goes
 on to parts nearby, and to other sizes. Its work is counted in simulated subgroups and ends at a
-limit, so that it takes about half a second on a fast core. Called by planner.py.
+limit, so that an answer takes about a second on any machine. Called by planner.py.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = ["Search"]
 _MOST_SUBGROUPS = 50_000
 _FEW = 300  # subgroups: with more, the policy alone takes seconds to find its share
 _ENOUGH = 46  # that are not resident
-_MOST_WORK = 5000  # simulated subgroups
+_MOST_WORK = 6500  # simulated subgroups: about a second of one core
 _PLACED = 40  # simulated subgroups take as long as to find whether a plan fits
 _HOPEFUL = 1.1  # times the best step: what is estimated to take longer is not simulated
 _GAIN = 0.97  # of a known step: a short search simulates no form that is estimated to take more
@@ -52,9 +52,9 @@ _LAST_STEPS = (1 / 32, 1 / 128)
 # From the best at the end; the third one crosses a hill between two valleys.
 _POLISHING_STEPS = (1 / 128, 1 / 64, 1 / 32, 1 / 256)
 _INSIDE = 1 / 64  # of all that visit less, where small subgroups do not take what was estimated
-# Work beyond the limit, as the best is often found when it is reached; none, which is one plan,
-# where it takes as long as estimated, so that small changes matter little.
-_POLISHING, _POLISHING_SMOOTH = 3000, 0
+# Work beyond the limit, as the best is often found when it is reached; less where it takes as long
+# as estimated, so that small changes matter little.
+_POLISHING, _POLISHING_SMOOTH = 5000, 1500
 _SMOOTH = 0.015  # of its estimate: the best takes so much more or less at most
 _RUGGED = 1.03  # times its estimate: the best takes longer, so that other parts may be better
 _ELSEWHERE = 4  # plans of the best kind that are apart from all others that were simulated
