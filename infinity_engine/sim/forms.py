@@ -207,9 +207,9 @@ class Forms:
             best.setdefault(entry.form.kind, entry)
         found = []
         for entry in islice(best.values(), _KINDS):
-            smallest_form = self.refined(entry)
-            larger = (self._as_large(smallest_form.form, numel) for numel in numels[:-1])
-            found += [*map(self.refined, larger), smallest_form]
+            finest = self.refined(entry)
+            larger = (self._as_large(finest.form, numel) for numel in numels[:-1])
+            found += [*map(self.refined, larger), finest]
         return found
 
     def _as_large(self, form: Form, numel: int) -> Ranked:
