@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from itertools import islice
+from itertools import count, islice
 from math import inf
 from operator import attrgetter
 from typing import NamedTuple
@@ -39,6 +39,7 @@ __all__ = [
 ]
 
 _new = tuple.__new__  # as in plan/timing.py
+_CHECKED = 16  # ops between two looks at how long a step takes at least
 _ROUNDS = 8  # to find how much of their time updates and moves disturb one another
 
 
@@ -243,7 +244,7 @@ class _Lanes:
     def __init__(self, clocks: LaneClocks, alone: Rates) -> None:
         self.clocks = clocks
         self.spans: list[Span] = []
-        self._alone = self._moving = LaneClocks(alone)
+        self.alone = self.moving = LaneClocks(alone)
 
     def work(self, lane: Lane, duration_ns: int, after_ns: int, nbytes: int = 0) -> int:
         """Let a lane work, next and not before `after_ns`; return when it has."""
@@ -254,22 +255,18 @@ class _Lanes:
 
     def move(self, lane: Lane, nbytes: int, after_ns: int, *, copies: int = 1) -> int:
         """Let a lane move so many bytes in so many copies; return when it has."""
-        return self.work(lane, self._moving.duration_ns(lane, nbytes, copies), after_ns, nbytes)
+        return self.work(lane, self.moving.duration_ns(lane, nbytes, copies), after_ns, nbytes)
 
     def move_at(self, rates: Rates) -> None:
         """Let what moves from here on take as long as at these rates."""
-        self._moving = LaneClocks(rates)
-
-    def moving_ns(self, lane: Lane, nbytes: int) -> int:
-        """Return how long a lane moves so many bytes at least; 0 where there are none."""
-        return self._alone.duration_ns(lane, nbytes) if nbytes > 0 else 0
+        self.moving = LaneClocks(rates)
 
     def read(self, nbytes: int, after_ns: int, *, begin_ns: int) -> int:
         """Read a parameter, in a pass that begins then, and return when it is there.
 
         Until it can be read, the drives go on with what comes next.
         """
-        duration_ns = self._moving.duration_ns(Lane.NVME_READ, nbytes)
+        duration_ns = self.moving.duration_ns(Lane.NVME_READ, nbytes)
         read_ns = self.work(Lane.NVME_READ, duration_ns, begin_ns, nbytes)
         return max(read_ns, after_ns + duration_ns)
 
@@ -622,11 +619,11 @@ class _TimedStep:
             # A missing rate is refused here: within the walk it would be a failed op.
             self._lanes.clocks.duration_ns(lane, 0)
         least, last = self.least(), len(self._work.modules) - 1
-        number = 0
+        number, ops = 0, count()
 
         def check() -> None:
             # Before the last module: what ends later is compared when it has ended.
-            if number < last and least.earliest_end_ns() > most_ns:
+            if number < last and not next(ops) % _CHECKED and least.earliest_end_ns() > most_ns:
                 raise _LongerStepError
 
         # The first modules may wait for most of an update, so it is checked between its ops, too.
@@ -657,7 +654,11 @@ class _TimedStep:
         """Return what the step takes at least while its lanes wait for nothing; on a device with
         memory of its own, and without what ranks exchange.
         """
-        duration_ns, moving_ns = self._disturbance.alone, self._lanes.moving_ns
+        duration_ns, alone = self._disturbance.alone, self._lanes.alone
+        # Beside an update all is fetched at these rates; else with nothing beside it.
+        fetching = self._lanes.moving if self._deferred else alone
+        # Where modules stay from the forward, the others are read more slowly yet.
+        again = LaneClocks(self._disturbance.beside_moves(backward=True, stays=0)[0])
         forward_ns = backward_ns = fetched = read = down = written = 0
         for needs in self._work.modules:
             forward_ns += duration_ns(needs.flops)
@@ -671,21 +672,24 @@ class _TimedStep:
             for lane, amount in self._work.amounts.items()
         }
         for lane, ns in (
-            (Lane.H2D, moving_ns(Lane.H2D, fetched)),
-            (Lane.NVME_READ, moving_ns(Lane.NVME_READ, read)),
+            (Lane.H2D, _moving_ns(fetching, Lane.H2D, fetched)),
+            (Lane.NVME_READ, _moving_ns(fetching, Lane.NVME_READ, read)),
             (self._compute, forward_ns),
         ):
             ready[lane] = ready.get(lane, 0) + ns
         stays = self._room.resident.limit  # from the forward at most, for the backward
-        sent = moving_ns(Lane.D2H, down), moving_ns(Lane.NVME_WRITE, written)
+        sent = (
+            _moving_ns(alone, Lane.D2H, down),
+            _moving_ns(alone, Lane.NVME_WRITE, written),
+        )
         more = self._steps_micro_batches - 1
         return _LeastStep(
             self._lanes.clocks,
             ready,
             after_ns=max(backward_ns, *sent) + more * (forward_ns + backward_ns),
             again={
-                Lane.H2D: moving_ns(Lane.H2D, fetched - stays),
-                Lane.NVME_READ: moving_ns(Lane.NVME_READ, read - stays),
+                Lane.H2D: _moving_ns(again, Lane.H2D, fetched - stays),
+                Lane.NVME_READ: _moving_ns(again, Lane.NVME_READ, read - stays),
             },
         )
 
@@ -799,6 +803,11 @@ class _TimedStep:
         if needs.fetched:
             self._room.used_ns[number] = end_ns
         return end_ns
+
+
+def _moving_ns(clocks: LaneClocks, lane: Lane, nbytes: int) -> int:
+    """Return how long a lane moves so many bytes at least; 0 where there are none."""
+    return clocks.duration_ns(lane, nbytes) if nbytes > 0 else 0
 
 
 def _work_of(plan: Plan, sizing: Sizing, training: Training) -> _StepWork:
