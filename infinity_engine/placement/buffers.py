@@ -56,7 +56,7 @@ class Resting:
 
     states: Set[int] = frozenset()
     """Subgroups."""
-    values: Set[int] = frozenset()
+    values: frozenset[int] = frozenset()
     """Parameters: all from some size on, or none."""
     gradients: int = 0
     """For how many micro-batches these subgroups' gradients have places; 0: they stay in memory."""

@@ -88,6 +88,19 @@ class _Kinds(NamedTuple):
     indices: Mapping[_Kind, int]
 
 
+class _Values(NamedTuple):
+    """The bytes of parameters: of those that rest on drives, and of those that stay."""
+
+    passing: int
+    on_drives: int
+    """What the first take of drives."""
+    largest: int
+    window: int
+    """What of them passes the host to a device: the largest at once."""
+    staying: int
+    staying_on_host: int
+
+
 def _keep_newest(answers: dict[Any, Any]) -> None:
     """Forget the oldest, where there is one too many."""
     if len(answers) > _MOST_KEPT:
@@ -277,6 +290,16 @@ class Sizing:
             )
         return self._of_at_least[nbytes]
 
+    @cached_property
+    def _values(self) -> dict[frozenset[int], _Values]:
+        return {}
+
+    def _of_parameters(self, resting: frozenset[int]) -> _Values:
+        """Return what parameters take, those with these numbers on drives."""
+        if resting not in self._values:
+            self._values[resting] = _values_of(self.parameters, resting)
+        return self._values[resting]
+
     # --- what plans are made of -------------------------------------------------------------------
 
     def specs(self, layouts: Mapping[int, BufferLayout]) -> tuple[SubgroupSpec, ...]:
@@ -457,7 +480,7 @@ class Sizing:
             else:
                 host += count * self._on_host(subgroup, home, at_home=at_home)
         if at_home:
-            host += sum(align_up(nbytes, PAGE) for nbytes in self.parameters)
+            host += self._of_parameters(frozenset()).staying_on_host
         fetched = 0
         staying = self._staying(homes, drives=False)
         if self.unified:
@@ -629,10 +652,7 @@ class Sizing:
                     subgroup, home, parameters, resting, rests=rests
                 )
         if parameters is not Tier.DEVICE and not self.unified:
-            staying = (
-                size for number, size in enumerate(self.parameters) if number not in resting.values
-            )
-            nbytes += sum(align_up(size, PAGE) for size in staying)
+            nbytes += self._of_parameters(resting.values).staying_on_host
         return nbytes
 
     def _is_on_device(self, home: Home) -> bool:
@@ -662,11 +682,8 @@ class Sizing:
                 # them.
                 nvme += count * (align_up(layout.states_bytes, PAGE) + _SPARE)
                 largest_early = max(largest_early, layout.nbytes)
-        passing = [
-            nbytes for number, nbytes in enumerate(self.parameters) if number in resting.values
-        ]
-        # A place may be in pieces on several drives, each rounded up to a page.
-        nvme += sum(align_up(nbytes, PAGE) + _SPARE for nbytes in passing)
+        values = self._of_parameters(resting.values)
+        nvme += values.on_drives
         if largest_early:
             again = {
                 segment.parameter
@@ -675,21 +692,18 @@ class Sizing:
                 for segment in self.subgroups[index].segments
             }
             nvme += sum(align_up(self.parameters[number], PAGE) + _SPARE for number in again)
-        staying = sum(
-            nbytes for number, nbytes in enumerate(self.parameters) if number not in resting.values
-        )
         slots = self._slots(
-            plan, resting, largest_value=max(passing, default=0), largest_early=largest_early
+            plan, resting, largest_value=values.largest, largest_early=largest_early
         )
         host += slots.nbytes
         fetched = window = 0
         gradients = self._staying(homes, drives=True)
         if self.unified:
-            device += staying
+            device += values.staying
         else:
             device += self.on_their_way
         if at_home:
-            all_fetched = sum(passing) if self.unified else sum(self.parameters)
+            all_fetched = values.passing + (0 if self.unified else values.staying)
             # In one memory twice the deepest; `_with_room` adds what the host has left.
             room = (
                 2 * self.deepest
@@ -698,11 +712,12 @@ class Sizing:
             )
             # The deepest at least: modules cannot compute with less, which the check below refuses.
             fetched = max(min(room, all_fetched), min(self.deepest, all_fetched))
-            if not self.unified and passing:
-                # What passes the host to the device: the largest of them at once.
-                window = sum(sorted(align_up(nbytes, PAGE) for nbytes in passing)[-PASSING:])
+            window = 0 if self.unified else values.window
         staged = sum(plan.staging_bytes)
-        device += max(staged, fetched) if at_home else staged + (0 if self.unified else staying)
+        if at_home:
+            device += max(staged, fetched)
+        else:
+            device += staged + (0 if self.unified else values.staying)
         demand = Demand(
             host=align_up(max(host, 1), PAGE),
             device=device,
@@ -823,6 +838,21 @@ class Sizing:
         return 2 * max(
             (self.wire(subgroup) * subgroup.numel for subgroup in self.subgroups), default=0
         )
+
+
+def _values_of(parameters: Sequence[int], resting: Set[int]) -> _Values:
+    passing = [nbytes for number, nbytes in enumerate(parameters) if number in resting]
+    staying = [nbytes for number, nbytes in enumerate(parameters) if number not in resting]
+    pages = [align_up(nbytes, PAGE) for nbytes in passing]
+    return _Values(
+        passing=sum(passing),
+        # A place may be in pieces on several drives, each rounded up to a page.
+        on_drives=sum(pages) + len(pages) * _SPARE,
+        largest=max(passing, default=0),
+        window=sum(sorted(pages)[-PASSING:]),
+        staying=sum(staying),
+        staying_on_host=sum(align_up(nbytes, PAGE) for nbytes in staying),
+    )
 
 
 def _stacked(together: Iterable[Mapping[str, int]]) -> Layout:
