@@ -461,7 +461,7 @@ class _Search:
         """Yield the ways that a walk over units of neighbours ends with, none slower than a
         limit.
         """
-        count = len(self._effects)
+        count, room = len(self._effects), self._room
         size = max(-(-count // _MOST_UNITS), 1)
         units = [self._effects[begin : begin + size] for begin in range(0, count, size)]
         states = [_Walked(_NO_EFFECT)]
@@ -473,9 +473,27 @@ class _Search:
             }
             after: dict[_Effect, _Walked] = {}
             for state in states:
-                for way, effect in together.items():
-                    both = state.effect.then(effect)
-                    if both not in after and self._fits(both) and self._seconds(both) <= limit:
+                # As `then` and `_fits`, without calls: a hundred thousand are looked at.
+                resident, live, host, drives, recompute_s = state.effect
+                for way, (more, most, more_host, more_drives, more_s) in together.items():
+                    most_live = live if live > resident + most else resident + most
+                    if (
+                        most_live > room.device
+                        or host + more_host > room.host
+                        or drives + more_drives > room.drives
+                    ):
+                        continue
+                    both = _new(
+                        _Effect,
+                        (
+                            resident + more,
+                            most_live,
+                            host + more_host,
+                            drives + more_drives,
+                            recompute_s + more_s,
+                        ),
+                    )
+                    if both not in after and self._seconds(both) <= limit:
                         after[both] = _Walked(both, way, state)
             states = list(after.values())
             if number < len(units) - 1:
@@ -528,9 +546,12 @@ class _Search:
                 after = behind[len(mended) - number - 1]
                 for way, effect in effects.items():
                     until = before.then(effect)
+                    whole = until.then(after)
+                    if way is mended[number] or not self._fits(whole):
+                        continue
                     # Added from the front, as everywhere: else rounding tells equals apart.
                     recompute_s = reduce(add, again[number + 1 :], until.recompute_s)
-                    rank = self._rank(until.then(after)._replace(recompute_s=recompute_s))
+                    rank = self._rank(whole._replace(recompute_s=recompute_s))
                     if rank < best:
                         mended[number], best, improved = way, rank, True
                 before = before.then(effects[mended[number]])
