@@ -79,18 +79,13 @@ def purchases(
     for offer in _offers(means.before_inputs(), better_gpus, computes=computes):
         there = planner.with_means(offer.means)
         ns, written = best.timeline.ns, written_bytes(best.timeline, training, means)
-        if is_given or isinf(before_ns) or _may_gain(there, numel, before_ns):
+        if is_given or isinf(before_ns) or there.may_take_less(numel, (1 - _HOPELESS) * before_ns):
             timeline = _quickest(decision, there)
             ns, written = timeline.ns, written_bytes(timeline, training, there.means)
         saved = max(1 - ns / best.timeline.ns, 0.0) if best.timeline.ns else 0.0
         per_day = written * DAY_S / (ns / 1e9) if ns else 0.0
         found.append(Purchase(offer.what, ns / 1e9, per_day if computes else None, saved))
     return tuple(sorted(found, key=lambda purchase: -purchase.saved))
-
-
-def _may_gain(there: Planner, numel: int, before_ns: float) -> bool:
-    """Tell by estimates whether a step may be shorter there."""
-    return there.least_estimate_ns(numel) < (1 - _HOPELESS) * before_ns
 
 
 def _quickest(decision: Decision, there: Planner) -> StepTimeline:
@@ -145,17 +140,16 @@ def worths(decision: Decision) -> tuple[Worth, ...]:
     # A simulated step is a little longer than its estimate: what is saved is taken to be so too.
     scale = best.timeline.ns / before_ns / 1e9
 
-    def saved_ns(means: Means) -> float:
-        return before_ns - planner.with_means(means).least_estimate_ns(numel)
-
     found = []
     there = decision.means.before_inputs()
     twice = dict(_more(there, 1.0))
     for unit, (amount, means) in _more(there, _LITTLE):
-        saved = saved_ns(means)
+        saved = before_ns - planner.with_means(means).least_estimate_ns(numel)
         # At an edge an estimate falls by more than steps do: what twice as much would not save
         # either is no worth of the first GiB.
-        if saved > _NOTHING * before_ns and saved_ns(twice[unit][1]) > _HOPELESS * before_ns:
+        if saved > _NOTHING * before_ns and planner.with_means(twice[unit][1]).may_take_less(
+            numel, (1 - _HOPELESS) * before_ns
+        ):
             found.append(Worth(unit, scale * saved / amount))
     return tuple(found)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
-from itertools import groupby, islice, product
+from itertools import chain, groupby, islice, product
 from math import inf, isinf
 from operator import attrgetter, itemgetter
 from typing import NamedTuple, TypeVar
@@ -141,6 +141,7 @@ class Forms:
         self.given = None if isinstance(planner.strategy, Auto) else planner.strategy
         """The strategy that is asked for; None: any."""
         self._rooms: dict[tuple[Family, int], MemoryEdges] = {}
+        self._corners: dict[tuple[Family, int], list[Parts]] = {}
         self._estimates: dict[tuple[Family, int], StepEstimate | None] = {}
 
     @property
@@ -155,14 +156,21 @@ class Forms:
 
     def least_estimate_ns(self, numel: int) -> float:
         """Return the best estimate with subgroups of this size; inf where nothing seems to fit."""
-        return min(
-            (
-                self.estimate_ns(Form(family, parts), numel)
-                for family in self._promising_families(numel)
-                for parts in self._points(family, numel)[0]
-            ),
-            default=inf,
-        )
+        return min(self._promising_estimates_ns(numel), default=inf)
+
+    def may_take_less(self, numel: int, ns: float) -> bool:
+        """Tell whether the best estimate is less than `ns`: once one is, no other is made."""
+        corners = (at for family in self._families() for at in self._corners_ns(family, numel))
+        return any(at_ns < ns for at_ns in chain(corners, self._promising_estimates_ns(numel)))
+
+    def _promising_estimates_ns(self, numel: int) -> Iterator[float]:
+        for family in self._promising_families(numel):
+            for parts in self._points(family, numel)[0]:
+                yield self.estimate_ns(Form(family, parts), numel)
+
+    def _corners_ns(self, family: Family, numel: int) -> Iterator[float]:
+        for parts in self._points(family, numel, with_grid=False)[0]:
+            yield self.estimate_ns(Form(family, parts), numel)
 
     def seems_to_fit(self) -> bool:
         """Tell if anything fits, by estimates alone, which are off by a hundredth or two."""
@@ -224,13 +232,7 @@ class Forms:
 
         Where edges meet, the others take much longer already.
         """
-        least = {
-            family: min(
-                self.estimate_ns(Form(family, parts), numel)
-                for parts in self._points(family, numel, with_grid=False)[0]
-            )
-            for family in self._families()
-        }
+        least = {family: min(self._corners_ns(family, numel)) for family in self._families()}
         most_ns = _PROMISING * min(least.values(), default=inf)
         return [family for family, ns in least.items() if ns <= most_ns]
 
@@ -252,7 +254,9 @@ class Forms:
         if not self.are_free:
             return [Parts()], Parts()
         room = self.room(family, numel)
-        points = list(room.corners().values())
+        if (family, numel) not in self._corners:
+            self._corners[family, numel] = list(room.corners().values())
+        points = [*self._corners[family, numel]]
         if not family.drives and room.most_resident >= 1:
             points.append(self._split())
         held = [parts for parts in points if room.holds(parts)] or points

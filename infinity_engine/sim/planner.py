@@ -125,6 +125,10 @@ class Planner(Evaluator):
         """
         return Forms(self).least_estimate_ns(subgroup_numel)
 
+    def may_take_less(self, subgroup_numel: int, ns: float) -> bool:
+        """Tell whether the best estimate of such a step is less than `ns`."""
+        return Forms(self).may_take_less(subgroup_numel, ns)
+
     def with_means(self, means: Means) -> Planner:
         """Return the same with other rates and other memory, for as many ranks; moved inputs take
         their part of the memory.
