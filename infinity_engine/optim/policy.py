@@ -363,7 +363,7 @@ class PlanDraft:
     def __init__(self, subgroups: Sequence[SubgroupSpec], limits: Limits) -> None:
         self._subgroups = tuple(subgroups)
         self._limits = limits
-        self._ops: list[Op] = []
+        self.ops: list[Op] = []
         # The subgroups updated on the host and uploaded since.
         self._uploaded: set[int] = set()
         # For each subgroup updated on the host, the number of that op.
@@ -385,64 +385,65 @@ class PlanDraft:
         """The number of the op that empties the next visit's staging set; None if it is empty."""
         return self._sets.next_emptied_by()
 
-    def update_on_host(self, subgroup: SubgroupSpec) -> tuple[Op, ...]:
+    def update_on_host(self, subgroup: SubgroupSpec) -> None:
         """Update a subgroup on the CPU; the caller adds `upload_parameters` at any later time.
 
         A subgroup that it displaces from its host buffer has its parameters uploaded first.
         """
-        loaded = self._load(subgroup)
-        self._updated[subgroup.index] = len(self._ops)
-        updated = self._add(
+        self._load(subgroup)
+        self._updated[subgroup.index] = len(self.ops)
+        self.ops.append(
             UpdateOnHost(
                 subgroup=subgroup.index, params=subgroup.numel, after=self._loaded_at(subgroup)
             )
         )
         # Where parameters stay on the host, nothing follows the update, so states can be stored at
         # once.
-        stored = () if self._limits.parameters is Tier.DEVICE else self._store(subgroup)
-        return *loaded, updated, *stored
+        if self._limits.parameters is not Tier.DEVICE:
+            self._store(subgroup)
 
-    def upload_parameters(self, subgroup: SubgroupSpec) -> tuple[Op, ...]:
+    def upload_parameters(self, subgroup: SubgroupSpec) -> None:
         """Upload the parameters of a subgroup that the CPU updated, unless modules fetch them."""
         if self._limits.parameters is not Tier.DEVICE or subgroup.index in self._uploaded:
-            return ()
+            return
         self._uploaded.add(subgroup.index)
         updated = self._updated.get(subgroup.index)
         after = () if updated is None else (updated,)
         nbytes = self._limits.parameter_bytes(subgroup)
-        uploaded = self._add(
+        self.ops.append(
             UploadParameters(
                 subgroup=subgroup.index, nbytes=nbytes, pieces=subgroup.pieces, after=after
             )
         )
-        return uploaded, *self._store(subgroup)
+        self._store(subgroup)
 
-    def host(self, subgroup: SubgroupSpec) -> tuple[Op, ...]:
+    def host(self, subgroup: SubgroupSpec) -> None:
         """Update a subgroup on the CPU and upload its parameters next."""
-        return *self.update_on_host(subgroup), *self.upload_parameters(subgroup)
+        self.update_on_host(subgroup)
+        self.upload_parameters(subgroup)
 
-    def visit(self, subgroup: SubgroupSpec) -> tuple[Op, ...]:
+    def visit(self, subgroup: SubgroupSpec) -> None:
         """Update a subgroup on the device, in the next staging set.
 
         Raises:
             CapacityError: the limits allow no staging set.
         """
         self._check_staging()
-        loaded = self._load(subgroup)
+        self._load(subgroup)
         staging, emptied_by = self._sets.take()
         nbytes = subgroup.numel * self._limits.per_parameter.states
         after = (*emptied_by, *self._loaded_at(subgroup))
-        uploaded = self._add(
+        self.ops.append(
             UploadStates(subgroup=subgroup.index, staging=staging, nbytes=nbytes, after=after)
         )
-        updates = self._update_on_device(subgroup, staging)
+        self._update_on_device(subgroup, staging)
         # The last op of the update: it writes the set that is downloaded next.
-        newest = (len(self._ops) - 1,)
-        left = self._add(
+        newest = (len(self.ops) - 1,)
+        self.ops.append(
             DownloadStates(subgroup=subgroup.index, staging=staging, nbytes=nbytes, after=newest)
         )
-        self._sets.note_emptied(staging, len(self._ops) - 1)
-        return *loaded, uploaded, *updates, left, *self._store(subgroup)
+        self._sets.note_emptied(staging, len(self.ops) - 1)
+        self._store(subgroup)
 
     def _check_staging(self) -> None:
         """Refuse a visit where the limits allow no staging set."""
@@ -459,27 +460,23 @@ class PlanDraft:
                 expected=("1 or more where subgroups visit the device"),
             )
 
-    def resident(self, subgroup: SubgroupSpec) -> tuple[Op, ...]:
+    def resident(self, subgroup: SubgroupSpec) -> None:
         """Update a resident subgroup: its states stay on the device."""
-        return (
-            *self._load(subgroup),
-            *self._update_on_device(subgroup, None),
-            *self._store(subgroup),
-        )
+        self._load(subgroup)
+        self._update_on_device(subgroup, None)
+        self._store(subgroup)
 
-    def _update_on_device(self, subgroup: SubgroupSpec, staging: int | None) -> tuple[Op, ...]:
+    def _update_on_device(self, subgroup: SubgroupSpec, staging: int | None) -> None:
         """Update a subgroup on the device; download its parameters where they stay on the host."""
         index, params = subgroup.index, subgroup.numel
         # A visitor's update comes after its upload, which is the op before.
-        after = self._loaded_at(subgroup) if staging is None else (len(self._ops) - 1,)
-        update = self._add(
-            UpdateOnDevice(subgroup=index, staging=staging, params=params, after=after)
-        )
+        after = self._loaded_at(subgroup) if staging is None else (len(self.ops) - 1,)
+        self.ops.append(UpdateOnDevice(subgroup=index, staging=staging, params=params, after=after))
         if self._limits.parameters is Tier.DEVICE:
-            return (update,)
+            return
         nbytes = self._limits.parameter_bytes(subgroup)
-        updated = (len(self._ops) - 1,)
-        return update, self._add(
+        updated = (len(self.ops) - 1,)
+        self.ops.append(
             DownloadParameters(
                 subgroup=index,
                 staging=staging,
@@ -489,25 +486,25 @@ class PlanDraft:
             )
         )
 
-    def _load(self, subgroup: SubgroupSpec) -> tuple[Op, ...]:
+    def _load(self, subgroup: SubgroupSpec) -> None:
         """Load a subgroup's states from the drives into the next host buffer."""
         if not subgroup.on_drives:
-            return ()
+            return
         self._check_buffers()
         occupant = self._occupants.get(self._buffers.following)
         # A subgroup is stored after its upload, which has to be in the plan before its buffer is
         # reused.
-        made_way = () if occupant is None else self.upload_parameters(occupant)
+        if occupant is not None:
+            self.upload_parameters(occupant)
         buffer, after = self._buffers.take()
         self._occupants[buffer] = subgroup
         # The number that the load will have.
-        self._in_buffer[subgroup.index] = buffer, len(self._ops)
-        loaded = self._add(
+        self._in_buffer[subgroup.index] = buffer, len(self.ops)
+        self.ops.append(
             LoadStates(
                 subgroup=subgroup.index, buffer=buffer, nbytes=subgroup.load_bytes, after=after
             )
         )
-        return *made_way, loaded
 
     def _check_buffers(self) -> None:
         """Refuse to load states where the limits allow no host buffer."""
@@ -521,20 +518,18 @@ class PlanDraft:
     def _loaded_at(self, subgroup: SubgroupSpec) -> tuple[int, ...]:
         return (self._in_buffer[subgroup.index][1],) if subgroup.on_drives else ()
 
-    def _store(self, subgroup: SubgroupSpec) -> tuple[Op, ...]:
+    def _store(self, subgroup: SubgroupSpec) -> None:
         """Store a subgroup to the drives after the newest op, which is its own."""
         if not subgroup.on_drives:
-            return ()
+            return
         buffer, _ = self._in_buffer[subgroup.index]
-        after = (len(self._ops) - 1,)
-        self._buffers.note_emptied(buffer, len(self._ops))
+        after = (len(self.ops) - 1,)
+        self._buffers.note_emptied(buffer, len(self.ops))
         self._occupants.pop(buffer, None)
-        return (
-            self._add(
-                StoreStates(
-                    subgroup=subgroup.index, buffer=buffer, nbytes=subgroup.store_bytes, after=after
-                )
-            ),
+        self.ops.append(
+            StoreStates(
+                subgroup=subgroup.index, buffer=buffer, nbytes=subgroup.store_bytes, after=after
+            )
         )
 
     def plan(self) -> StepPlan:
@@ -545,7 +540,7 @@ class PlanDraft:
         """
         return StepPlan(
             subgroups=self._subgroups,
-            ops=tuple(self._ops),
+            ops=tuple(self.ops),
             staging_bytes=self._staging_bytes(self._sets.taken),
             parameters=self._limits.parameters,
             buffer_bytes=(self._buffer_bytes,) * self._buffers.count,
@@ -572,10 +567,6 @@ class PlanDraft:
 
     def _staging_bytes(self, visits: int) -> tuple[int, ...]:
         return (self._set_bytes,) * min(visits, self._sets.count)
-
-    def _add(self, op: Op) -> Op:
-        self._ops.append(op)
-        return op
 
 
 def _check_fits(asked: int, free: int, *, holder: str, change: str) -> None:

@@ -224,27 +224,25 @@ class StepPlan:
         updates = 0
         # For each op, how many updates on the host come before it or are it.
         behind: list[int] = []
-        newest: dict[Lane, int] = {}
+        newest = dict.fromkeys(Lane, 0)
+        ranks = []
         for op in self.ops:
             lane = op.lane
-            if lane is Lane.HOST:
+            is_update = lane is Lane.HOST
+            if is_update:
                 updates += 1
-                behind.append(updates)
+                most = updates
             else:
                 # Its inputs, and the op before it in its lane: lanes keep the plan's order.
-                most = newest.get(lane, 0)
+                most = newest[lane]
                 for other in op.after:
-                    most = max(most, behind[other])
-                behind.append(most)
-            newest[lane] = behind[-1]
-        # With equal numbers the update itself is first: the other ops wait for it, or their lanes
-        # do. Sorting keeps the plan's order else.
-        ranks = [
-            2 * before + (op.lane is not Lane.HOST)
-            for before, op in zip(behind, self.ops, strict=True)
-        ]
-        order = sorted(range(len(self.ops)), key=ranks.__getitem__)
-        return tuple(order)
+                    most = behind[other] if behind[other] > most else most
+            behind.append(most)
+            newest[lane] = most
+            # With equal numbers the update itself is first: the other ops wait for it, or their
+            # lanes do. Sorting keeps the plan's order else.
+            ranks.append(2 * most - is_update)
+        return tuple(sorted(range(len(ranks)), key=ranks.__getitem__))
 
     def describe(self, times: Sequence[OpTime] = ()) -> str:
         """Return the ops as a table of text; with `times`, one for each op, also when they run."""

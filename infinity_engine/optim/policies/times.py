@@ -216,29 +216,35 @@ class TimedDraft:
 
     def visit(self, subgroup: SubgroupSpec) -> None:
         """Update a subgroup on the device, in the next staging set."""
-        for op in self._draft.visit(subgroup):
-            self._clocks.run(op)
+        self._draft.visit(subgroup)
+        self._run()
 
     def resident(self, subgroup: SubgroupSpec) -> None:
         """Update a resident subgroup."""
-        for op in self._draft.resident(subgroup):
-            self._clocks.run(op)
+        self._draft.resident(subgroup)
+        self._run()
 
     def update_on_host(self, subgroup: SubgroupSpec) -> int:
         """Update a subgroup on the CPU; return when that is done."""
-        for op in self._draft.update_on_host(subgroup):
-            self._clocks.run(op)
+        self._draft.update_on_host(subgroup)
+        self._run()
         # The same call may load and store too; the update itself is the op in the lane HOST.
         return self._clocks.free_ns(Lane.HOST)
 
     def upload_parameters(self, subgroup: SubgroupSpec) -> None:
         """Upload the parameters of a subgroup that the CPU updated, unless modules fetch them."""
-        for op in self._draft.upload_parameters(subgroup):
-            self._clocks.run(op)
+        self._draft.upload_parameters(subgroup)
+        self._run()
 
     def plan(self) -> StepPlan:
         """Return the plan."""
         return self._draft.plan()
+
+    def _run(self) -> None:
+        """Time the ops that came since the last time."""
+        clocks = self._clocks
+        for op in self._draft.ops[len(clocks.times) :]:
+            clocks.run(op)
 
 
 class _Buffer:
