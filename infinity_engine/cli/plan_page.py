@@ -227,13 +227,12 @@ def _links(report: PlanReport) -> str:
     width = _WIDTH - _LEFT - _RIGHT
     drawn, of_lanes = [], timeline.moved
     # A lane with no work in this step has no strip.
-    lanes = [lane for lane in Lane if any(span.lane is lane for span in timeline.spans)]
+    spans = timeline.spans
+    lanes = [lane for lane in Lane if any(span.lane is lane for span in spans)]
     for number, lane in enumerate(lanes):
         top = 10 + _ROW * number
         drawn.append(_text(_LEFT - 6, top + 15, lane.label, anchor="end"))
-        used = binned(
-            [(span.start_ns, span.end_ns) for span in timeline.spans if span.lane is lane], end_ns
-        )
+        used = binned([(span.start_ns, span.end_ns) for span in spans if span.lane is lane], end_ns)
         drawn += strip_rectangles(
             used,
             f'fill="{COLOURS[number]}"',

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import count, islice
 from math import inf
-from operator import attrgetter
 from typing import NamedTuple
 
 from infinity_engine.placement.buffers import NO_LAYOUT
@@ -83,15 +82,18 @@ class StepTimeline:
 
     cuts: tuple[tuple[str, int, int], ...]
     """The phases: what each is called, where it begins and where it ends."""
-    spans: tuple[Span, ...]
-    update_spans: int
-    """How many of them are the update's: the first ones."""
+    ops: Sequence[tuple[Op, OpTime]]
+    """Those of the update, and when each runs."""
+    lanes: Mapping[Lane, Lane | None]
+    """Where ops of each lane run; None where they take no time."""
+    passes: Sequence[Span]
+    """What modules do, and what is moved for them."""
     repeated_ns: int
     """What the further micro-batches add, each as long as the last forward and backward that
-    `spans` shows.
+    `passes` shows.
     """
     update_ns: int
-    repeated: tuple[Span, ...] = ()
+    repeated: Sequence[Span] = ()
     """What is done once for each further micro-batch, of which there are `repeats`."""
     repeats: int = 0
     gathering_ns: int = 0
@@ -101,6 +103,21 @@ class StepTimeline:
     def ns(self) -> int:
         """How long the step takes."""
         return max((end_ns for _, _, end_ns in self.cuts), default=0) + self.repeated_ns
+
+    @property
+    def update_spans(self) -> list[Span]:
+        """What the update does. Made when asked for: of most steps of a search, nobody asks."""
+        lanes = self.lanes
+        return [
+            _new(Span, (lane, *time, op.nbytes if isinstance(op, CopyOp) else 0))
+            for op, time in self.ops
+            if (lane := lanes[op.lane]) is not None
+        ]
+
+    @property
+    def spans(self) -> list[Span]:
+        """All that the step does, but for what is repeated."""
+        return [*self.update_spans, *self.passes]
 
     @property
     def moved(self) -> Mapping[Lane, int]:
@@ -115,13 +132,14 @@ class StepTimeline:
     @property
     def update_busy_ns(self) -> Mapping[Lane, int]:
         """How long each lane works at the update itself."""
-        return _busy(self.spans[: self.update_spans], 0, self.update_ns)
+        return _busy(self.update_spans, 0, self.update_ns)
 
     @property
     def phases(self) -> tuple[Phase, ...]:
         """The parts of the step, one after the other."""
+        spans = self.spans
         return tuple(
-            Phase(name, start, end, _busy(self.spans, start, end)) for name, start, end in self.cuts
+            Phase(name, start, end, _busy(spans, start, end)) for name, start, end in self.cuts
         )
 
 
@@ -300,41 +318,25 @@ class _LeastStep:
 class _TimedUpdate:
     """The update of a step on the step's clocks: the ops of the plan, in the plan's order."""
 
-    def __init__(self, ops: Sequence[Op], clocks: LaneClocks, means: Means) -> None:
-        self.spans: list[Span] = []
+    def __init__(self, ops: Sequence[Op], clocks: LaneClocks) -> None:
+        self.done: list[tuple[Op, OpTime]] = []
         self._ops = ops
         self._clocks = clocks
-        instead, free = means.lanes_instead(), means.free_lanes()
-        # What is written down of the ops of each lane: None where they take no time.
-        self._lanes = {
-            lane: None if instead.get(lane, lane) in free else instead.get(lane, lane)
-            for lane in Lane
-        }
-        self._at = 0  # the number of the next op
 
     @property
     def end_ns(self) -> int:
         """When the last op so far ends."""
-        return max(map(attrgetter("end_ns"), self.spans), default=0)
+        return max([time.end_ns for _, time in self.done], default=0)
 
     def run_until(self, number: int) -> None:
         """Run the ops up to this one, unless they have run."""
-        note, run = self.note, self._clocks.run  # of each op: thousands in a plan
-        for op in self._ops[self._at : number + 1]:
-            note(op, run(op))
-        self._at = max(self._at, number + 1)
+        # Thousands in a plan, and all plans of a search go this way.
+        ops = self._ops[len(self.done) : number + 1]
+        self.done += zip(ops, map(self._clocks.run, ops), strict=True)
 
     def finish(self) -> None:
         """Run the ops that are left."""
         self.run_until(len(self._ops) - 1)
-
-    def note(self, op: Op, time: OpTime) -> None:
-        """Write down when an op runs."""
-        lane = self._lanes[op.lane]
-        if lane is not None:
-            start_ns, end_ns = time
-            nbytes = op.nbytes if isinstance(op, CopyOp) else 0
-            self.spans.append(_new(Span, (lane, start_ns, end_ns, nbytes)))
 
 
 class _Disturbance:
@@ -505,11 +507,8 @@ class _TimedStep:
         rates, fetching, self._beside_update_ns = self._disturbance.beside_update(
             deferred=self._deferred
         )
-        clocks = LaneClocks(
-            rates,
-            free=means.free_lanes(),
-            instead=means.lanes_instead(),
-        )
+        instead, free = means.lanes_instead(), means.free_lanes()
+        clocks = LaneClocks(rates, free=free, instead=instead)
         self._lanes = _Lanes(clocks, means.alone or means.rates)
         self._lanes.move_at(fetching)
         self._room = FetchingRoom(
@@ -518,9 +517,13 @@ class _TimedStep:
             staged=sum(plan.steps.staging_bytes),
             on_their_way=0 if means.unified else sizing.on_their_way,
         )
-        self._update = _TimedUpdate(plan.steps.ops, clocks, means)
+        self._shown_in = {
+            lane: None if instead.get(lane, lane) in free else instead.get(lane, lane)
+            for lane in Lane
+        }
+        self._update = _TimedUpdate(plan.steps.ops, clocks)
         # The thread that calls the modules.
-        self._thread = TimedCarrier(clocks, self._update.note)
+        self._thread = TimedCarrier(clocks, self._update.done)
         self._wire = RankWire(means.ranks, means.wire_bytes_per_s)
 
     def run(self, most_ns: float = inf) -> StepTimeline:
@@ -548,7 +551,6 @@ class _TimedStep:
         if deferred:
             cuts[:2] = [("update and forward", 0, middle_ns)]
         once = len(self._lanes.spans)
-        spans = (*self._update.spans, *self._lanes.spans)
         repeated_ns, gathering_ns = 0, self._wire.busy_ns
         more = self._steps_micro_batches - 1
         if more:
@@ -560,11 +562,12 @@ class _TimedStep:
             gathering_ns += more * (self._wire.busy_ns - gathered_ns)
         return StepTimeline(
             cuts=tuple(cuts),
-            spans=spans,
-            update_spans=len(self._update.spans),
+            ops=self._update.done,
+            lanes=self._shown_in,
+            passes=self._lanes.spans[:once],
             repeated_ns=repeated_ns,
             update_ns=updated_ns,
-            repeated=tuple(self._lanes.spans[once:]),
+            repeated=self._lanes.spans[once:],
             repeats=more,
             gathering_ns=gathering_ns,
         )

@@ -8,7 +8,7 @@ its clock. Pure. Called by timeline.py.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from math import ceil
 
@@ -46,13 +46,13 @@ class TimedEvent:
 class TimedCarrier:
     """Times ops on these clocks; `now_ns` is the time that the walking thread has come to.
 
-    `note` is called with each op and its time.
+    Each op comes to the end of `done`, with its time.
     """
 
-    def __init__(self, clocks: LaneClocks, note: Callable[[Op, OpTime], None]) -> None:
+    def __init__(self, clocks: LaneClocks, done: list[tuple[Op, OpTime]]) -> None:
         self.now_ns = 0
         self._clocks = clocks
-        self._note = note
+        self._done = done
 
     def wait_until(self, ns: int) -> None:
         """Let the thread do nothing until then."""
@@ -64,7 +64,7 @@ class TimedCarrier:
         for event in after:
             begin_ns = event.end_ns if event.end_ns > begin_ns else begin_ns
         time = self._clocks.carry(op, begin_ns)
-        self._note(op, time)
+        self._done.append((op, time))
         if op.lane is Lane.HOST:
             self.now_ns = time.end_ns
             return None

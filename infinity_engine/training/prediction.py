@@ -18,7 +18,7 @@ def prediction_of(report: PlanReport, rates: Rates, source: str) -> dict[str, ob
 
     Times are left out where the rate of computing is not known: they would be of updates alone.
     """
-    timeline = report.timeline
+    timeline, spans = report.timeline, report.timeline.spans
     known = report.tokens_per_s is not None
     end_ns = max((end for _, _, end in timeline.cuts), default=0)
     return {
@@ -40,12 +40,12 @@ def prediction_of(report: PlanReport, rates: Rates, source: str) -> dict[str, ob
             lane.value: [
                 round(part, 3)
                 for part in binned(
-                    [(span.start_ns, span.end_ns) for span in timeline.spans if span.lane is lane],
+                    [(span.start_ns, span.end_ns) for span in spans if span.lane is lane],
                     end_ns,
                 )
             ]
             for lane in Lane
-            if known and end_ns and any(span.lane is lane for span in timeline.spans)
+            if known and end_ns and any(span.lane is lane for span in spans)
         },
         "shown_s": end_ns / 1e9 if known else None,
     }
