@@ -131,14 +131,14 @@ class LaneClocks:
         self._free_ns[lane] = end_ns
         return _new(OpTime, (start_ns, end_ns))
 
-    def work(self, lane: Lane, duration_ns: int, *, after_ns: int = 0) -> OpTime:
-        """Let a lane do other work next, not before `after_ns`; return when it does."""
+    def work(self, lane: Lane, duration_ns: int, after_ns: int) -> int:
+        """Let a lane do other work next, not before `after_ns`; return when it has."""
         start_ns = self._free_ns[lane]
         if after_ns > start_ns:
             self._idle_ns[lane] += after_ns - start_ns
             start_ns = after_ns
         end_ns = self._free_ns[lane] = start_ns + duration_ns
-        return _new(OpTime, (start_ns, end_ns))
+        return end_ns
 
     def _ratio(self, lane: Lane) -> tuple[int, int]:
         if lane in self._free:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Generic, TypeVar
 
 from infinity_engine.errors import TraceMismatch
@@ -216,7 +215,9 @@ class ResidentSet(Generic[_Entry]):
         values. The caller evicts each before it asks for the next.
         """
         while nbytes > self.free:
-            leaving = next(chain(self.idle(), reversed(self._reserved)), None)
+            leaving = next(self.idle(), None)
+            if leaving is None:
+                leaving = next(reversed(self._reserved), None)
             if leaving is None:
                 return
             yield leaving

@@ -266,9 +266,9 @@ class _Lanes:
 
     def work(self, lane: Lane, duration_ns: int, after_ns: int, nbytes: int = 0) -> int:
         """Let a lane work, next and not before `after_ns`; return when it has."""
-        start_ns, end_ns = self.clocks.work(lane, duration_ns, after_ns=after_ns)
+        end_ns = self.clocks.work(lane, duration_ns, after_ns)
         if duration_ns:
-            self.spans.append(_new(Span, (lane, start_ns, end_ns, nbytes)))
+            self.spans.append(_new(Span, (lane, end_ns - duration_ns, end_ns, nbytes)))
         return end_ns
 
     def move(self, lane: Lane, nbytes: int, after_ns: int, *, copies: int = 1) -> int:
