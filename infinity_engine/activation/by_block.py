@@ -452,7 +452,8 @@ class BlockActivations:
         Raises:
             RuntimeError: it was changed in place since it was saved, a block did something else
                 when it ran again, or the engine was closed.
-            TransferError: it could not be read back; it can be asked for again.
+            CapacityError: there is no room for it; it can be asked for again.
+            TransferError: it could not be read back; likewise.
         """
         if isinstance(saved, Placeholder):
             return _KEPT.unpack(self._made(saved))

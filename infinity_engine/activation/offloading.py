@@ -123,7 +123,8 @@ class ActivationOffload:
 
         Raises:
             RuntimeError: it was changed in place since it was saved, or the engine was closed.
-            TransferError: it could not be read back; it can be asked for again.
+            CapacityError: there is no room for it; it can be asked for again.
+            TransferError: it could not be read back; likewise.
         """
         if isinstance(saved, SavedPiece):
             saved = saved.held

@@ -44,7 +44,12 @@ class SavedTensors(Protocol):
         """Note that a forward begins; what lies in the memory of `own` tensors is never moved."""
 
     def pack(self, tensor: torch.Tensor) -> object:
-        """Return what autograd saves in place of a tensor."""
+        """Return what autograd saves in place of a tensor.
+
+        Raises:
+            CapacityError: there is no room for it.
+            TransferError: it could not be moved.
+        """
 
     def make_room(self) -> None:
         """Wait until no more is on its way than there is room for."""
@@ -57,6 +62,7 @@ class SavedTensors(Protocol):
 
         Raises:
             RuntimeError: it was changed since, or the engine was closed.
+            CapacityError: there is no room for it.
             TransferError: it could not be read back.
         """
 
