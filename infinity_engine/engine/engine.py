@@ -1080,7 +1080,7 @@ class Engine:
         if not ended:
             raise RuntimeError(
                 "There is no step to report on. Call step() first, with the setting "
-                "telemetry.recording on"
+                'telemetry.recording="timeline"'
             )
         drives = self._parts.drives
         step, rates = ended[-1], drives.rates_of_update(ended[-1])

@@ -7,12 +7,13 @@ given beside these. Never imports torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from infinity_engine.config import EngineConfig, Recording
 from infinity_engine.errors import ConfigError
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "Decay",
     "Framing",
     "TrainingSettings",
+    "check_engine",
 ]
 
 OPTIMIZERS = ("adamw", "adam", "lion", "adagrad", "sgd")
@@ -147,3 +149,14 @@ def _is_number(value: float) -> bool:
 
 def _plain(value: object) -> object:
     return value.value if isinstance(value, Enum) else value
+
+
+def check_engine(settings: Mapping[str, Any]) -> None:
+    """Refuse settings of the engine that no run can have.
+
+    Raises:
+        ConfigError: a setting is wrong, or lets no step be reported.
+    """
+    if EngineConfig.from_mapping(settings).telemetry.recording is Recording.OFF:
+        expected = f'"{Recording.TIMELINE.value}", as each step of a run is reported'
+        raise ConfigError(field="telemetry.recording", value=Recording.OFF.value, expected=expected)

@@ -57,7 +57,7 @@ from infinity_engine.training.samples import (
     micro_batches,
     prepare,
 )
-from infinity_engine.training.settings import SGD_MOMENTUM, TrainingSettings
+from infinity_engine.training.settings import SGD_MOMENTUM, TrainingSettings, check_engine
 
 __all__ = ["train"]
 
@@ -109,6 +109,7 @@ class _Run:
     def run(self) -> Path:
         settings, directory = self._settings, self._directory
         Due(settings.save_every, 0)  # refuses what is neither steps nor a time
+        check_engine(self._engine_settings)
         tokenizer = load_tokenizer(settings.model)
         known_as = fingerprint(
             [*settings.data, *tokenizer_files(settings.model)],

@@ -255,6 +255,37 @@ def test_the_budgets_strategy_and_settings_reach_the_engine(
     assert "drives write" in page
 
 
+def test_options_take_the_place_of_settings_in_the_file(tmp_path: Path) -> None:
+    in_file = {
+        "accelerator": "cuda",
+        "max_grad_norm": 0.5,
+        "parameters": "nvme",
+        "precision": "fp32",
+        "strategy": "nvme_streamed",
+    }
+    (tmp_path / "file.json").write_text(json.dumps(in_file))
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+
+    def settings(*options: str) -> dict[str, Any]:
+        file = ("--config", str(tmp_path / "file.json"))
+        return command._engine(parser.parse_args(["model", "text", *file, *options]))
+
+    assert settings() == in_file
+    left_open = settings(
+        *("--accelerator", "auto", "--max-grad-norm", "2", "--parameters", "auto"),
+        *("--precision", "model", "--strategy", "auto"),
+    )
+    assert left_open == {
+        "accelerator": "auto",
+        "max_grad_norm": 2,
+        "parameters": "auto",
+        "precision": "model",
+        "strategy": "auto",
+    }
+    assert settings("--max-grad-norm", "0")["max_grad_norm"] is None
+
+
 def test_a_run_is_resumed_by_the_same_command(infinity: Command, model: Path, text: Path) -> None:
     asked = (model, text, "--host", "64MiB", "--sequence", "32", "--steps", "2", "--resume")
 
@@ -325,6 +356,7 @@ def test_the_plan_has_the_loss_of_the_training(
         (("MODEL", "TEXT", "--config", "none.json"), "--config: expected a file with a JSON"),
         (("MODEL", "TEXT", "--config", "wrong.json"), "error: strategie"),
         (("MODEL", "TEXT", "--config", "ds.json"), "`infinity migrate ds.json` prints what"),
+        (("MODEL", "TEXT", "--config", "off.json"), 'telemetry.recording: expected "timeline"'),
         (("MODEL", "TEXT", "--save-every", "soon"), "--save-every: expected"),
         (("MODEL", "TEXT", "--dry-run", "--save-every", "soon"), "--save-every: expected"),
         (("MODEL", "TEXT", "--run", "bad.jsonl"), "--run: expected a directory that can be"),
@@ -342,6 +374,7 @@ def test_a_wrong_question_is_answered_by_its_option(
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "wrong.json").write_text('{"strategie": 1}')
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 3}}')
+    (tmp_path / "off.json").write_text('{"telemetry": {"recording": "off"}}')
     named = {"MODEL": str(model), "TEXT": str(text)}
 
     status, _, err = infinity(*(named.get(argument, argument) for argument in arguments))

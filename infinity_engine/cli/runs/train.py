@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from infinity_engine.cli.plan_answer import show
 from infinity_engine.cli.plan_question import TOKENS, given_in, size_of, strategy_of
-from infinity_engine.config import EngineConfig
 from infinity_engine.errors import ConfigError, InfinityError
 from infinity_engine.machine.packages import require_torch
 from infinity_engine.migration import is_deepspeed, read_json
@@ -31,6 +30,7 @@ from infinity_engine.training.settings import (
     Decay,
     Framing,
     TrainingSettings,
+    check_engine,
 )
 from infinity_engine.units import format_bytes, format_rate
 
@@ -154,9 +154,9 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--max-grad-norm",
         type=float,
-        default=_MAX_GRAD_NORM,
         metavar="N",
-        help="the norm that gradients are clipped to; 0: they are not clipped (default: 1)",
+        help="the norm that gradients are clipped to; 0: they are not clipped (default: that of "
+        "--config, else 1)",
     )
     what.add_argument(
         "--seed",
@@ -219,26 +219,23 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         help="a directory on a drive and its budget; again for one more",
     )
     how.add_argument("--tbw", metavar="SIZE", help='rated endurance of each drive, such as "600TB"')
-    how.add_argument(
-        "--strategy", default="auto", help="a strategy by name or in JSON (default: the planner's)"
-    )
+    how.add_argument("--strategy", help="a strategy by name or in JSON (default: the planner's)")
     how.add_argument(
         "--parameters",
         choices=("auto", "device", "host", "nvme"),
-        default="auto",
         help="where parameters stay (default: the planner's choice)",
     )
     how.add_argument(
         "--precision",
         choices=("model", "bf16", "fp16", "fp32", "bf16_autocast", "fp16_autocast"),
-        default="model",
         help="what parameters compute in (default: model, the dtype that they have)",
     )
+    how.add_argument("--accelerator", choices=("auto", "cuda", "cpu"), help="(default: auto)")
     how.add_argument(
-        "--accelerator", choices=("auto", "cuda", "cpu"), default="auto", help="(default: auto)"
-    )
-    how.add_argument(
-        "--config", type=Path, metavar="FILE", help="further settings of the engine, in JSON"
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="further settings of the engine, in JSON; options take the place of those in it",
     )
 
 
@@ -267,7 +264,7 @@ def _run(options: argparse.Namespace) -> int:
 
     settings, engine = _settings(options), _engine(options)
     # Both refuse before anything is read or planned.
-    EngineConfig.from_mapping(engine)
+    check_engine(engine)
     Due(settings.save_every, 0)
     planned = _planned(settings, engine)
     if planned.fits is False:
@@ -340,7 +337,7 @@ def _most_tokens(model: Path) -> int:
 
 def _engine(options: argparse.Namespace) -> dict[str, Any]:
     """Return the settings of the engine: those of the file, and the options in their place."""
-    typed = given_in(options, "config", "tbw")
+    typed = given_in(options, "config", "tbw", "strategy", "max_grad_norm")
     try:
         given: dict[str, Any] = dict(read_json(options.config)) if "config" in typed else {}
     except ConfigError as error:
@@ -363,13 +360,12 @@ def _engine(options: argparse.Namespace) -> dict[str, Any]:
     if "tbw" in typed:
         endurance = size_of(options.tbw, "--tbw")
         given["storage"] = {**(given.get("storage") or {}), "endurance": endurance}
-    if options.strategy != "auto":
+    if "strategy" in typed:
         given["strategy"] = strategy_of(options.strategy)
-    for name in ("parameters", "precision", "accelerator"):
-        # An option that was not given leaves what the file says.
-        if getattr(options, name) not in {"auto", "model"}:
-            given[name] = getattr(options, name)
-    given.setdefault("max_grad_norm", options.max_grad_norm or None)
+    given |= given_in(options, "parameters", "precision", "accelerator")
+    if "max_grad_norm" in typed:
+        given["max_grad_norm"] = options.max_grad_norm or None
+    given.setdefault("max_grad_norm", _MAX_GRAD_NORM)
     return given
 
 
@@ -392,10 +388,9 @@ def _in_words(error: ConfigError, options: argparse.Namespace) -> str:
 
 def _given(options: argparse.Namespace) -> dict[str, tuple[str, object]]:
     """Return options by the setting of the engine that they give, and whether they were given."""
-    clips = options.max_grad_norm != _MAX_GRAD_NORM
     return {
-        "max_grad_norm": ("--max-grad-norm", clips),
-        "strategy": ("--strategy", options.strategy != "auto"),
+        "max_grad_norm": ("--max-grad-norm", options.max_grad_norm is not None),
+        "strategy": ("--strategy", options.strategy is not None),
         "Budget.nvme": ("--nvme", options.nvme),
         "budget.nvme": ("--nvme", options.nvme),
     }
