@@ -567,7 +567,7 @@ class EngineConfig(_Settings):
         metadata=_about(
             _member(ParametersAt),
             "where parameters stay; host, nvme: fetched around the modules that need them; auto: "
-            "device, else host, where they fit there",
+            "the first of device, host and nvme where they fit",
         ),
     )
     overlap: Overlap = field(

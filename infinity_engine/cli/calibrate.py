@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a few seconds, in less memory: rough figures, which are not kept",
     )
     parser.add_argument(
-        "--seconds", type=seconds_argument, help="to take about that long (default: 40; quick: 4)"
+        "--seconds", type=seconds_argument, help="to take about that long (default: 60; quick: 4)"
     )
     parser.add_argument(
         "--even-if-busy",

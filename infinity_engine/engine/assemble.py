@@ -61,7 +61,7 @@ from infinity_engine.parameters.precision import asked_dtype
 from infinity_engine.parameters.providing import NothingFetched, Provider
 from infinity_engine.placement.placing import Plan
 from infinity_engine.placement.sizing import Demand, Sizing
-from infinity_engine.plan import DriveRates, ResolvedBudget, Tier
+from infinity_engine.plan import DriveRates, Rates, ResolvedBudget, Tier
 from infinity_engine.planning.planning import Planned, check_and_plan, refusing_beside
 from infinity_engine.progress import Progress, ProgressReporter
 from infinity_engine.ranks.ranks import Ranks
@@ -270,7 +270,7 @@ def _parts(
         telemetry=telemetry,
         meter=meter,
         drives=DriveMeter(
-            telemetry, swap, rates=_drive_rates(config, accelerator), rated=planned.rated
+            telemetry, swap, rates=_drive_rates(planned.rates, accelerator), rated=planned.rated
         ),
         ledger=reserved.ledger,
         hooks=hooks,
@@ -670,13 +670,9 @@ def _passing(demand: Demand, ledger: Ledger, resources: ExitStack) -> PinnedPool
     return pool
 
 
-def _drive_rates(config: EngineConfig, accelerator: Accelerator) -> Mapping[str, DriveRates]:
+def _drive_rates(rates: Rates | None, accelerator: Accelerator) -> Mapping[str, DriveRates]:
     """Return the drives' calibrated rates; none on a virtual clock, where drives take no time."""
-    return (
-        {}
-        if config.rates is None or isinstance(accelerator, VirtualAccelerator)
-        else config.rates.nvme
-    )
+    return {} if rates is None or isinstance(accelerator, VirtualAccelerator) else rates.nvme
 
 
 def _telemetry(config: EngineConfig, accelerator: Accelerator) -> Telemetry:
