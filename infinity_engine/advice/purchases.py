@@ -76,9 +76,10 @@ def purchases(
     is_given = not isinstance(planner.strategy, Auto | None)
     found = []
     computes = means.compute_rate(training) is not None
+    today = best.timeline.ns, written_bytes(best.timeline, training, means)
     for offer in _offers(means.before_inputs(), better_gpus, computes=computes):
         there = planner.with_means(offer.means)
-        ns, written = best.timeline.ns, written_bytes(best.timeline, training, means)
+        ns, written = today
         if is_given or isinf(before_ns) or there.may_take_less(numel, (1 - _HOPELESS) * before_ns):
             timeline = _quickest(decision, there)
             ns, written = timeline.ns, written_bytes(timeline, training, there.means)

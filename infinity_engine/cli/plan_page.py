@@ -119,11 +119,7 @@ def _memory(report: PlanReport, tier: Tier) -> str:
     times = sorted(
         {
             0.0,
-            *(
-                end / 1e9
-                for phase in report.timeline.phases
-                for end in (phase.start_ns, phase.end_ns)
-            ),
+            *(end / 1e9 for _, *ends in report.timeline.cuts for end in ends),
         }
     )
     bands = [_band(holding, times, report) for holding in report.holdings if holding.tier is tier]
@@ -179,9 +175,8 @@ def _band(holding: Holding, times: Sequence[float], report: PlanReport) -> _Band
 
     Gradients come in the backward and go in the update; activations are there in between.
     """
-    phases = {phase.name: phase for phase in report.timeline.phases}
-    forward, backward = phases.get("forward"), phases["backward"]
-    start = backward.start_ns / 1e9
+    begins_ns = {name: begin_ns for name, begin_ns, _ in report.timeline.cuts}
+    forward_ns, start = begins_ns.get("forward"), begins_ns["backward"] / 1e9
     whole, nothing = float(holding.nbytes), 0.0
     values = []
     for at in times:
@@ -190,13 +185,11 @@ def _band(holding: Holding, times: Sequence[float], report: PlanReport) -> _Band
             values.append(whole if at == start else nothing)
         elif (
             holding.what in {"gradients", "gradients that stay", "sums of gradients"}
-            and forward is not None
+            and forward_ns is not None
         ):
             # With several micro-batches, sums stay through all forwards.
             computing = (
-                forward.start_ns / 1e9 <= at <= start
-                and report.micro_batches == 1
-                and forward.start_ns > 0
+                forward_ns / 1e9 <= at <= start and report.micro_batches == 1 and forward_ns > 0
             )
             values.append(nothing if computing else whole)
         else:
@@ -206,14 +199,14 @@ def _band(holding: Holding, times: Sequence[float], report: PlanReport) -> _Band
 
 def _marks(report: PlanReport, x: object, bottom: float) -> Iterator[str]:
     assert callable(x), "it places times"
-    for phase in report.timeline.phases:
-        if phase.ns:
-            start, end = x(phase.start_ns / 1e9), x(phase.end_ns / 1e9)
+    for name, start_ns, end_ns in report.timeline.cuts:
+        if end_ns > start_ns:
+            start, end = x(start_ns / 1e9), x(end_ns / 1e9)
             ends = f'x1="{start:.1f}" x2="{start:.1f}" y1="20" y2="{bottom:.1f}"'
             yield f'<line {ends} stroke="#fff" stroke-width="1"/>'
             # A narrower phase has no room for its label.
             if end - start > 60:
-                label = f"{phase.name}: {phase.ns / 1e9:,.3g} s"
+                label = f"{name}: {(end_ns - start_ns) / 1e9:,.3g} s"
                 yield _text((start + end) / 2, bottom + 18, label, anchor="middle")
 
 
@@ -223,7 +216,7 @@ def _marks(report: PlanReport, x: object, bottom: float) -> Iterator[str]:
 def _links(report: PlanReport) -> str:
     """Return a strip for each lane: the darker, the larger the part of time in which it works."""
     timeline = report.timeline
-    end_ns = max(phase.end_ns for phase in timeline.phases) or 1
+    end_ns = max(end for _, _, end in timeline.cuts) or 1
     width = _WIDTH - _LEFT - _RIGHT
     drawn, of_lanes = [], timeline.moved
     # A lane with no work in this step has no strip.

@@ -364,6 +364,7 @@ class PlanDraft:
         self._subgroups = tuple(subgroups)
         self._limits = limits
         self.ops: list[Op] = []
+        """Those so far, to be read: each call adds its own."""
         # The subgroups updated on the host and uploaded since.
         self._uploaded: set[int] = set()
         # For each subgroup updated on the host, the number of that op.

@@ -545,9 +545,11 @@ class _Search:
             for number, effects in enumerate(self._effects):
                 after = behind[len(mended) - number - 1]
                 for way, effect in effects.items():
+                    if way is mended[number]:
+                        continue
                     until = before.then(effect)
                     whole = until.then(after)
-                    if way is mended[number] or not self._fits(whole):
+                    if not self._fits(whole):
                         continue
                     # Added from the front, as everywhere: else rounding tells equals apart.
                     recompute_s = reduce(add, again[number + 1 :], until.recompute_s)

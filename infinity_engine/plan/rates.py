@@ -134,7 +134,8 @@ class Rates:
         With `up_and_down`, links go on alone, too, where one way has more to move than the other.
         """
         h2d, d2h = self.h2d_bytes_per_s, self.d2h_bytes_per_s
-        up, down = self.duplex_h2d_bytes_per_s or h2d, self.duplex_d2h_bytes_per_s or d2h
+        up = _slower(h2d, self.duplex_h2d_bytes_per_s)
+        down = _slower(d2h, self.duplex_d2h_bytes_per_s)
         if up_and_down and h2d and d2h and up and down:
             up, down = _on_average(up_and_down, both=(up, down), alone=(h2d, d2h))
         return replace(
@@ -194,6 +195,11 @@ def _on_average(
     elif other_s > one_s and other_rate != alone[1]:
         other_rate = other / (one_s + (other - other_rate * one_s) / alone[1])
     return one_rate, other_rate
+
+
+def _slower(alone: float | None, beside: float | None) -> float | None:
+    """Return what one way gets beside the other: not more than alone, however it was measured."""
+    return min((rate for rate in (alone, beside) if rate is not None), default=None)
 
 
 def _part(rate: float | None, users: int) -> float | None:

@@ -312,7 +312,7 @@ class _LeastStep:
         """Return a time before which the step cannot end, from how long each lane has waited so
         far.
         """
-        return max([self._clocks.idle_ns(lane) + ns for lane, ns in self._busy])  # asked at each op
+        return max([self._clocks.idle_ns(lane) + ns for lane, ns in self._busy])  # asked often
 
 
 class _TimedUpdate:
@@ -657,15 +657,16 @@ class _TimedStep:
         """Return what the step takes at least while its lanes wait for nothing; on a device with
         memory of its own, and without what ranks exchange.
         """
-        duration_ns, alone = self._disturbance.alone, self._lanes.alone
+        computing_ns, alone = self._disturbance.alone, self._lanes.alone
         # Beside an update all is fetched at these rates; else with nothing beside it.
         fetching = self._lanes.moving if self._deferred else alone
-        # Where modules stay from the forward, the others are read more slowly yet.
+        # If nothing stays from the forward. What stays is not read, and the rest of it more slowly:
+        # as much is written beside less.
         again = LaneClocks(self._disturbance.beside_moves(backward=True, stays=0)[0])
         forward_ns = backward_ns = fetched = read = down = written = 0
         for needs in self._work.modules:
-            forward_ns += duration_ns(needs.flops)
-            backward_ns += duration_ns(0, needs.backward_flops, needs.again * needs.flops)
+            forward_ns += computing_ns(needs.flops)
+            backward_ns += computing_ns(0, needs.backward_flops, needs.again * needs.flops)
             fetched += needs.fetched
             read += needs.read
             down += needs.gradient_down

@@ -750,6 +750,22 @@ def test_the_bound_that_cuts_a_step_short_is_never_longer_than_the_step(
         assert bounds[-1] <= step.ns, seed
 
 
+def slower_both_ways(means: Means) -> Means:
+    """Return the means where links and drives do less of each way while both are in use."""
+    rates, drives = means.rates, {}
+    for name, drive in means.rates.nvme.items():
+        one_way = drive.read_bytes_per_s, drive.write_bytes_per_s
+        mixed = 0.7 * min(rate for rate in one_way if rate is not None)
+        drives[name] = replace(drive, mixed_bytes_per_s=mixed)
+    slower = replace(
+        rates,
+        duplex_h2d_bytes_per_s=0.6 * (rates.h2d_bytes_per_s or 1e9),
+        duplex_d2h_bytes_per_s=0.7 * (rates.d2h_bytes_per_s or 1e9),
+        nvme=drives,
+    )
+    return replace(means, rates=slower, alone=None)
+
+
 @pytest.mark.parametrize("case", [random_case, varied_case, disturbed_case])
 def test_no_step_takes_less_than_lanes_that_never_wait(case: Case) -> None:
     bounded = []
@@ -760,7 +776,12 @@ def test_no_step_takes_less_than_lanes_that_never_wait(case: Case) -> None:
             continue
         for overlap in (True, False):
             asked = replace(training, overlap=overlap)
-            for means in (there, with_drives(there, 2.0), with_links(there, 3.0)):
+            for means in (
+                there,
+                with_drives(there, 2.0),
+                with_links(there, 3.0),
+                slower_both_ways(there),
+            ):
                 step = time_step(found.plan, found.sizing, asked, means)
                 least_ns = least_step_ns(found.plan, found.sizing, asked, means)
                 assert least_ns <= step.ns, seed
@@ -795,6 +816,20 @@ def in_tiles(tiles: int, *, checkpointing: bool = False) -> Training:
         replace(SMALL, modules=modules, activations=known), checkpointing=checkpointing
     )
     return replace(training, tile_positions=2048 // tiles, overlap=False)
+
+
+@pytest.mark.parametrize("there", [means(0.55, 100), means(0.55, 4, 100)], ids=["host", "drives"])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_no_step_in_tiles_takes_less_than_lanes_that_never_wait(
+    there: Means, overlap: bool
+) -> None:
+    training = replace(in_tiles(4), overlap=overlap)
+    for means_now in (there, slower_both_ways(there)):
+        found = Planner(training, means_now).look()
+        assert found is not None
+
+        least_ns = least_step_ns(found.plan, found.sizing, training, means_now)
+        assert 0 < least_ns <= time_step(found.plan, found.sizing, training, means_now).ns
 
 
 @pytest.mark.parametrize(("tiles", "checkpointing", "runs"), [(1, False, 2), (4, False, 3)])
@@ -1042,6 +1077,17 @@ def test_what_a_forward_fetches_disturbs_the_update_beside_it() -> None:
 
     assert apart.update_busy_ns[Lane.HOST] == pytest.approx(1e9 * SMALL.numel / 3e9, rel=0.01)
     assert beside.update_busy_ns[Lane.HOST] > 1.1 * apart.update_busy_ns[Lane.HOST]
+
+
+@pytest.mark.parametrize("case", [random_case, varied_case])
+def test_what_may_take_less_is_what_the_best_estimate_is_less_than(case: Case) -> None:
+    for seed in range(12):
+        planner = Planner(*case(seed))
+        numel = max(planner.trained_numel // 256, 1)
+        least_ns = planner.least_estimate_ns(numel)
+
+        for ns in (0.0, 0.5 * least_ns, least_ns, 1.001 * least_ns, 2 * least_ns, float("inf")):
+            assert planner.may_take_less(numel, ns) == (least_ns < ns), (seed, ns)
 
 
 def test_an_estimate_knows_that_an_update_reads_masters_of_32_bits_from_drives() -> None:

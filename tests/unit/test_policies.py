@@ -431,9 +431,9 @@ def test_the_search_for_a_share_makes_the_ops_of_one_plan_alone(
     made: list[SubgroupSpec] = []
     visit = PlanDraft.visit
 
-    def counted(draft: PlanDraft, subgroup: SubgroupSpec) -> object:
+    def counted(draft: PlanDraft, subgroup: SubgroupSpec) -> None:
         made.append(subgroup)
-        return visit(draft, subgroup)
+        visit(draft, subgroup)
 
     monkeypatch.setattr(PlanDraft, "visit", counted)
     # Sizes of its own: what was asked before is not sought again.

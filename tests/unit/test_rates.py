@@ -260,6 +260,14 @@ def test_what_is_left_of_one_way_has_the_link_alone() -> None:
     assert rates.both_at_once().h2d_bytes_per_s == 10
 
 
+def test_one_way_of_a_link_gets_no_more_beside_the_other_than_alone() -> None:
+    rates = Rates(h2d_bytes_per_s=20, d2h_bytes_per_s=20, duplex_h2d_bytes_per_s=21)
+
+    assert rates.both_at_once().h2d_bytes_per_s == 20
+    assert rates.both_at_once(up_and_down=(100, 40)).h2d_bytes_per_s == 20
+    assert Rates(duplex_h2d_bytes_per_s=21).both_at_once().h2d_bytes_per_s == 21
+
+
 def test_what_is_left_of_writes_has_the_drive_alone() -> None:
     drive = DriveRates(read_bytes_per_s=6e9, write_bytes_per_s=4e9, mixed_bytes_per_s=4e9)
 

@@ -9,11 +9,12 @@ from functools import cached_property
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deepnvme.sizes import PAGE
 from infinity_engine.optim import FloatFormat, Formats
 from infinity_engine.optim.policies import HOST_ONLY
 from infinity_engine.placement.buffers import Resting
 from infinity_engine.placement.placing import Wish, place
-from infinity_engine.placement.sizing import Sizing, cut
+from infinity_engine.placement.sizing import PASSING, Sizing, _Values, cut
 from infinity_engine.plan import HostOnly, Rates, ResolvedBudget, Tier
 from infinity_engine.plan.step import Home, PlanOutline, SubgroupSpec
 
@@ -22,11 +23,26 @@ BF16 = Formats(parameter=FloatFormat.BF16)
 
 
 class OneByOne(Sizing):
-    """A sizing of which no subgroup is like another."""
+    """A sizing of which no subgroup is like another, and that adds up parameters one by one."""
 
     @cached_property
     def alike(self) -> tuple[int, ...]:
         return tuple(range(len(self.subgroups)))
+
+    def _of_parameters(self, resting: frozenset[int]) -> _Values:
+        passing = staying = on_drives = staying_on_host = 0
+        largest: list[int] = [0] * PASSING
+        for number, nbytes in enumerate(self.parameters):
+            in_pages = -(-nbytes // PAGE) * PAGE
+            if number in resting:
+                passing += nbytes
+                on_drives += in_pages + 8 * PAGE  # in up to eight pieces
+                largest = sorted([*largest, in_pages])[1:]
+            else:
+                staying += nbytes
+                staying_on_host += in_pages
+        most = max([self.parameters[number] for number in resting], default=0)
+        return _Values(passing, on_drives, most, sum(largest), staying, staying_on_host)
 
 
 @st.composite
