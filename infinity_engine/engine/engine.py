@@ -41,7 +41,7 @@ from infinity_engine.engine.checkpoints.torch_states import (
 )
 from infinity_engine.engine.ending import Ending, SafePoint, while_alive
 from infinity_engine.engine.gradient_window import GradientWindow
-from infinity_engine.engine.guards import Guards
+from infinity_engine.engine.guards import Guards, check_schedule
 from infinity_engine.engine.parts import EngineParts
 from infinity_engine.engine.stepping import EngineOptimizer
 from infinity_engine.errors import CapacityError, ConfigError
@@ -49,7 +49,7 @@ from infinity_engine.kept_errors import again, kept
 from infinity_engine.machine.capacity import free_for_copies
 from infinity_engine.machine.memory import probe_memory
 from infinity_engine.memory import Usage
-from infinity_engine.optim import gradient_factor, rules_of
+from infinity_engine.optim import gradient_factor
 from infinity_engine.outcome import Outcome, StepResult
 from infinity_engine.parameters.parameters import ModelParameter, TrainedParameter
 from infinity_engine.parameters.pending import PendingParameters
@@ -413,7 +413,12 @@ class Engine:
         """Step `scheduler` after each update from now on: do not step it yourself.
 
         Checkpoints have its state: `extra` need not name it.
+
+        Raises:
+            ConfigError: it needs a metric, is of another optimizer, or is stepped already.
         """
+        self._ending.check_open()
+        check_schedule(scheduler, self.optimizer, self._parts.schedulers)
         self._parts.schedulers.append(scheduler)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -448,7 +453,7 @@ class Engine:
     def _decide_update(self) -> tuple[StepInputs, StepResult]:
         """Return what an update is made with and what it comes to, or that it is skipped."""
         parts = self._parts
-        rules = rules_of(self.optimizer)
+        rules = parts.rules_now()
         # Early updates have used the hyperparameters of the backward's begin.
         parts.early.check_rules(rules)
         # In this order: what early updates leave undone goes to the drives, and is waited for.
@@ -710,6 +715,8 @@ class Engine:
         `state_dict` is that of the same kind of optimizer over the same parameters. Parameters that
         it has no state of begin anew. All ranks call this with the same.
 
+        `steps` goes on from its step counts; SGD keeps none, and then from where it is.
+
         Raises:
             ConfigError: its groups or states are others. Nothing has changed.
             RuntimeError: gradients have come since the last step: step() or zero_grad() first.
@@ -720,7 +727,9 @@ class Engine:
         self._check_between_steps("load_optimizer_state_dict", loads=True)
         self._saves.in_flight.wait_for_values()
         self._saves.note_change()
-        self._continue_from(load_optimizer_state_dict(self._parts, self._loads, state_dict))
+        steps = load_optimizer_state_dict(self._parts, self._loads, state_dict)
+        if steps is not None:
+            self._continue_from(steps)
         for parameter in self._parts.trained:
             parameter.note_values()
 

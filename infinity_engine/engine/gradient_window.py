@@ -17,7 +17,6 @@ from infinity_engine.errors import ConfigError
 from infinity_engine.gradients.accumulation import Accumulation
 from infinity_engine.gradients.nan_checks import NaNChecks
 from infinity_engine.gradients.placeholders import GradientPlaceholders, set_to_none_message
-from infinity_engine.optim import rules_of
 from infinity_engine.parameters.hooks import Hooks
 from infinity_engine.update.under_way import StepInputs
 
@@ -72,14 +71,13 @@ class GradientWindow:
             # Refused before anything is computed: step() can still use what has come.
             if all_ranks or parts.ranks.is_alone:
                 parts.ranks.check_room_for_more()
-        accumulation.begin_backward(averaged=averaged)
         may_begin = parts.early.enabled and not parts.early.begun
+        rules = parts.rules_now() if may_begin else ()
+        accumulation.begin_backward(averaged=averaged)
         if accumulation.expects_last and may_begin and not self._modifying:
             # An early update reads the gradients of earlier micro-batches from the drives.
             parts.gradients.finish_transfers()
-            parts.early.begin(
-                StepInputs(parts.gradients, rules_of(parts.optimizer), self.unscaling)
-            )
+            parts.early.begin(StepInputs(parts.gradients, rules, self.unscaling))
 
     def accept(self, number: int, gradient: torch.Tensor) -> None:
         """Give a gradient that autograd has made to the keeper or the reducer.

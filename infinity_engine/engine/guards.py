@@ -6,21 +6,43 @@ Each refusal says what to call instead. torch's hooks call it; it changes nothin
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 
+from infinity_engine.errors import ConfigError
 from infinity_engine.parameters.hooks import Hooks
 from infinity_engine.parameters.parameters import ModelParameter, TrainedParameter
 from infinity_engine.update.updating import Updates
 
-__all__ = ["Guards"]
+__all__ = ["LEFT_WITH_THE_ENGINE", "Guards", "check_schedule"]
 
-_LEFT_WITH_THE_ENGINE = "updates whose states an engine has"
+LEFT_WITH_THE_ENGINE = "updates whose states an engine has"
 """An entry in the state dict of an engine's optimizer: how many updates made the missing states."""
+
+
+def check_schedule(
+    scheduler: torch.optim.lr_scheduler.LRScheduler,
+    optimizer: torch.optim.Optimizer,
+    followed: Sequence[torch.optim.lr_scheduler.LRScheduler],
+) -> None:
+    """Refuse a scheduler that cannot be stepped after each update, or that would change nothing.
+
+    Raises:
+        ConfigError: that is so.
+    """
+    expected = ""
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        expected = "one that needs no metric: step this one yourself, and name it in `extra`"
+    elif getattr(scheduler, "optimizer", optimizer).param_groups is not optimizer.param_groups:
+        expected = "one of the engine's optimizer, or of as_optimizer()"
+    elif any(scheduler is other for other in followed):
+        expected = "one that is not stepped already"
+    if expected:
+        raise ConfigError(field="scheduler", value=type(scheduler).__name__, expected=expected)
 
 
 class Guards:
@@ -112,7 +134,7 @@ class Guards:
                 )
 
     def _warn_of_states(self, state_dict: dict[str, Any]) -> None:
-        state_dict[_LEFT_WITH_THE_ENGINE] = self._updates.made
+        state_dict[LEFT_WITH_THE_ENGINE] = self._updates.made
         warnings.warn(
             "The state dict of an engine's optimizer has its groups but no states: the engine has "
             "those. engine.state_of(parameter) returns them, and engine.save() saves them",
@@ -122,7 +144,7 @@ class Guards:
 
     def _check_states(self, state_dict: Mapping[str, Any]) -> None:
         """Refuse a state dict with states that the engine would not see, or has kept itself."""
-        updates = state_dict.get(_LEFT_WITH_THE_ENGINE)
+        updates = state_dict.get(LEFT_WITH_THE_ENGINE)
         if updates:
             raise RuntimeError(
                 "this state dict has no states: when it was made, an engine had the states, of "

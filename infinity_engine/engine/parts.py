@@ -11,6 +11,7 @@ from infinity_engine.activation import SavedTensors
 from infinity_engine.engine.checkpoints.checkpointing import Run
 from infinity_engine.gradients.keeper import GradientKeeper
 from infinity_engine.lanes.meter import Meter
+from infinity_engine.optim import Rule, rules_with
 from infinity_engine.parameters.hooks import Hooks
 from infinity_engine.parameters.modules import ModuleParameters, UnwatchedModules
 from infinity_engine.plan.step import StepPlan
@@ -41,3 +42,12 @@ class EngineParts(Run):
     meter: Meter
     drives: DriveMeter
     hooks: Hooks
+
+    def rules_now(self) -> tuple[Rule, ...]:
+        """Return the rules of the optimizer's groups, with the options that these have now.
+
+        Raises:
+            ConfigError: a group is gone, or its options need states that the engine does not have.
+        """
+        states = self.states
+        return rules_with(self.optimizer, states=states.state_names, groups=states.groups)

@@ -6,13 +6,13 @@ computes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from infinity_engine.errors import ConfigError
 from infinity_engine.optim.rules import SGD, Adagrad, Adam, AdamW, Lion, Rule
 
-__all__ = ["rules_of"]
+__all__ = ["missing_states", "rules_of", "rules_with"]
 
 _KNOWN = "torch's Adam, AdamW, Adagrad and SGD themselves, no subclasses of them, or a Lion"
 _OPTIONS = (
@@ -24,21 +24,56 @@ _OPTIONS = (
 )
 
 
-def rules_of(optimizer: Any) -> tuple[Rule, ...]:
+def rules_of(optimizer: Any, groups: Iterable[Mapping[str, Any]] | None = None) -> tuple[Rule, ...]:
     """Return the rule of each parameter group of a torch optimizer, with the group's values now.
+
+    With `groups`, those that it would have with the options of these.
 
     Raises:
         ConfigError: no rule computes the optimizer, or one of its options.
     """
+    groups = optimizer.param_groups if groups is None else groups
     cls = type(optimizer)
     # The engine's LionOptimizer cannot be called Lion, as its rule is; an outside Lion may be.
     name = cls.__name__.removesuffix("Optimizer")
     for rule, options in _OPTIONS:
         if name == rule.__name__ and (rule is Lion or cls.__module__.startswith("torch.optim.")):
-            return tuple(_rule(rule, options, group) for group in optimizer.param_groups)
+            return tuple(_rule(rule, options, group) for group in groups)
     raise ConfigError(
         field="optimizer", value=f"{cls.__module__}.{cls.__qualname__}", expected=_KNOWN
     )
+
+
+def rules_with(optimizer: Any, *, states: Collection[str], groups: int) -> tuple[Rule, ...]:
+    """Return the same of an optimizer that began with so many groups, and has these states.
+
+    Raises:
+        ConfigError: as `rules_of` says; or a group is gone, or its options need other states.
+    """
+    rules = rules_of(optimizer)
+    if len(rules) < groups:
+        raise ConfigError(
+            field="groups of the optimizer",
+            value=len(rules),
+            expected=f"{groups}, as when the engine was initialized. Nothing has changed: put the "
+            "others back, or close the engine and initialize another one",
+        )
+    for number, rule in enumerate(rules):
+        missing = missing_states(rule, states)
+        if missing:
+            raise ConfigError(
+                field=f"options of group {number} of the optimizer",
+                value=f"ones that need the states {', '.join(missing)}",
+                expected=f"ones for the states that the engine has ({', '.join(states) or 'none'})"
+                ". Nothing has changed: set the options back, or close the engine and initialize "
+                "another one",
+            )
+    return rules
+
+
+def missing_states(rule: Rule, states: Collection[str]) -> tuple[str, ...]:
+    """Return which states a rule needs beside these."""
+    return tuple(name for name in rule.states if name not in states)
 
 
 def _rule(rule: type[Rule], options: tuple[str, ...], group: Mapping[str, Any]) -> Rule:

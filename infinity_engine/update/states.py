@@ -343,6 +343,11 @@ class StateKeeper:
 
     # --- checkpoints ------------------------------------------------------------------------------
 
+    @cached_property
+    def groups(self) -> int:
+        """How many groups the optimizer has at least: those that parameters are of."""
+        return 1 + max((known.group for known in self._trained), default=-1)
+
     @property
     def state_names(self) -> tuple[str, ...]:
         """The names of the moments."""

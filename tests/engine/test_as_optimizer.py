@@ -166,6 +166,22 @@ def test_a_followed_scheduler_steps_after_each_update() -> None:
     assert rates == [1e-2, 5e-3, 5e-3, 2.5e-3]
 
 
+def test_a_scheduler_that_cannot_be_followed_is_refused() -> None:
+    schedulers = torch.optim.lr_scheduler
+    with engine_of(model_of()) as engine:
+        another = torch.optim.SGD(model_of().parameters(), lr=0.1)
+        with pytest.raises(ConfigError, match="needs no metric"):
+            engine.follow_schedule(schedulers.ReduceLROnPlateau(engine.optimizer))
+        with pytest.raises(ConfigError, match="of the engine's optimizer"):
+            engine.follow_schedule(schedulers.StepLR(another, 2))
+        followed = schedulers.StepLR(engine.as_optimizer(), 2)
+        engine.follow_schedule(followed)
+        with pytest.raises(ConfigError, match="stepped already"):
+            engine.follow_schedule(followed)
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.follow_schedule(schedulers.StepLR(another, 2))
+
+
 def test_its_states_are_those_of_a_plain_optimizer_and_go_back() -> None:
     with engine_of(model_of()) as engine:
         optimizer = engine.as_optimizer()

@@ -15,7 +15,7 @@ from infinity_engine.building.previous import PreviousStates
 from infinity_engine.checkpoint import CheckpointReader
 from infinity_engine.engine import engine as engine_module
 from infinity_engine.engine.engine import Engine
-from infinity_engine.errors import CapacityError, ConfigError, TransferError
+from infinity_engine.errors import CapacityError, ConfigError, ManifestMismatch, TransferError
 from support.saved_engines import PLACES, engine_at, steps
 
 pytestmark = pytest.mark.usefixtures("deterministic")
@@ -234,3 +234,81 @@ def test_only_what_is_trained_is_in_the_trainable_state_dict() -> None:
         whole, found = engine.state_dict(), engine.trainable_state_dict()
         assert list(found) == ["0.weight", "2.weight", "2.bias"]
         assert all(torch.equal(value, whole[name]) for name, value in found.items())
+
+
+# --- options that need other states ---------------------------------------------------------------
+
+
+CHANGES: dict[str, tuple[str, Callable[[torch.optim.Optimizer], object]]] = {
+    "momentum": ("SGD", lambda optimizer: optimizer.param_groups[1].update(momentum=0.9)),
+    "a group that is gone": ("AdamW", lambda optimizer: optimizer.param_groups.pop()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_options_that_need_other_states_are_refused_and_can_be_set_back(change: str) -> None:
+    name, changed = CHANGES[change]
+    model, optimizer = made(name)
+    with engine_of(model, optimizer) as engine:
+        engine_steps(engine, 0, 1)
+        before = [dict(group) for group in optimizer.param_groups]
+        engine.backward(loss_of(engine, 1))
+        changed(optimizer)
+
+        with pytest.raises(ConfigError, match="Nothing has changed"):
+            engine.step()
+
+        optimizer.param_groups[:] = before
+        engine.step()
+        found = engine.state_dict()
+    model, optimizer = made(name)
+    with engine_of(model, optimizer) as engine:
+        engine_steps(engine, 0, 2)
+        for key, value in engine.state_dict().items():
+            assert torch.equal(found[key], value)
+
+
+def test_states_that_the_engine_has_no_place_for_are_refused() -> None:
+    model, optimizer = made("SGD with momentum")
+    plain_steps(model, optimizer, 0, 2)
+    states = optimizer.state_dict()
+    model, optimizer = made("SGD")
+    with engine_of(model, optimizer) as engine:
+        with pytest.raises(ConfigError, match="momentum_buffer"):
+            engine.load_optimizer_state_dict(states)
+        assert optimizer.param_groups[0]["momentum"] == 0
+        engine_steps(engine, 0, 1)
+
+
+def test_a_checkpoint_with_options_for_other_states_leaves_the_options(tmp_path: Path) -> None:
+    model, optimizer = made("SGD with momentum")
+    with engine_of(model, optimizer) as engine:
+        engine_steps(engine, 0, 1)
+        engine.save(tmp_path)
+    model, optimizer = made("SGD")
+    with engine_of(model, optimizer) as engine:
+        with pytest.raises(ManifestMismatch):
+            engine.load(tmp_path)
+        engine.load(tmp_path, strict=False)
+        assert optimizer.param_groups[0]["momentum"] == 0
+        engine_steps(engine, 1, 1)
+
+
+def test_a_state_dict_that_an_engine_left_without_states_is_refused() -> None:
+    model, optimizer = made("AdamW")
+    with engine_of(model, optimizer) as engine:
+        engine_steps(engine, 0, 2)
+        with pytest.warns(RuntimeWarning, match="no states"):
+            without = optimizer.state_dict()
+        with pytest.raises(ConfigError, match="of 2 updates"):
+            engine.load_optimizer_state_dict(without)
+        assert engine.steps == 2
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_steps_go_on_from_counts_or_from_where_they_are(name: str) -> None:
+    model, optimizer = made(name)
+    with engine_of(model, optimizer) as engine:
+        engine_steps(engine, 0, 3)
+        engine.load_optimizer_state_dict(engine.optimizer_state_dict())
+        assert engine.steps == 3

@@ -27,11 +27,16 @@ from infinity_engine.engine.checkpoints.checkpointing import (
     try_random_state,
 )
 from infinity_engine.engine.checkpoints.frozen import frozen_checksums
-from infinity_engine.errors import CapacityError, DamagedCheckpoint, ManifestMismatch
+from infinity_engine.errors import (
+    CapacityError,
+    ConfigError,
+    DamagedCheckpoint,
+    ManifestMismatch,
+)
 from infinity_engine.gradients.scaling import LossScale
 from infinity_engine.machine.capacity import free_for_copies
 from infinity_engine.machine.memory import probe_memory
-from infinity_engine.optim import Segment
+from infinity_engine.optim import Segment, missing_states, rules_of
 from infinity_engine.parameters.parameters import ModelParameter
 from infinity_engine.plan import Tier
 
@@ -332,6 +337,8 @@ class _Load:
             difference for difference in unlike if difference.expected != difference.found
         ]
         if groups is not None and not differences:
+            differences += self._unlike_options(groups)
+        if groups is not None and not differences:
             self._restores.append("optimizer_groups")
         # One says enough: groups of another optimizer differ in all of these.
         yield from differences[:1]
@@ -346,6 +353,21 @@ class _Load:
         for name in sorted(set(extra) ^ set(there)):
             expected, found = ("a state", "none") if name in extra else ("none", "a state")
             yield _Difference(f"extra {name!r}", expected, found)
+
+    def _unlike_options(self, groups: Sequence[Mapping[str, Any]]) -> Iterator[_Difference]:
+        """Yield what the options of saved groups need that the engine has no states for."""
+        optimizer, there = self._run.optimizer, self._run.states.state_names
+        merged = [
+            {**group, **saved} for group, saved in zip(optimizer.param_groups, groups, strict=True)
+        ]
+        try:
+            rules = rules_of(optimizer, merged)
+        except ConfigError as error:
+            yield _Difference("the optimizer's options", error.expected, error.value)
+            return
+        needed = dict.fromkeys(name for rule in rules for name in missing_states(rule, there))
+        if needed:
+            yield _Difference("the optimizer's states", list(there), [*there, *needed])
 
     # --- reading ----------------------------------------------------------------------------------
 

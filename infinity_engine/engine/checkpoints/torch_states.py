@@ -11,8 +11,9 @@ import torch
 from infinity_engine.building.previous import PreviousStates
 from infinity_engine.engine.checkpoints.checkpointing import Run
 from infinity_engine.engine.checkpoints.loading import Loads, Overwritten
+from infinity_engine.engine.guards import LEFT_WITH_THE_ENGINE
 from infinity_engine.errors import ConfigError
-from infinity_engine.optim import Segment, rules_of
+from infinity_engine.optim import Segment, rules_of, rules_with
 from infinity_engine.ranks.together import ManyRanks
 
 __all__ = ["load_optimizer_state_dict", "nbytes_of_states", "optimizer_state_dict"]
@@ -54,8 +55,9 @@ def optimizer_state_dict(run: Run, state_of: _StateOf) -> dict[str, Any]:
     return {"state": states, "param_groups": groups}
 
 
-def load_optimizer_state_dict(run: Run, loads: Loads, state_dict: Mapping[str, Any]) -> int:
-    """Overwrite moments, step counts and groups; return the largest step count.
+def load_optimizer_state_dict(run: Run, loads: Loads, state_dict: Mapping[str, Any]) -> int | None:
+    """Overwrite moments, step counts and groups; return the largest step count, None where states
+    have none, as SGD's.
 
     Where that fails half-way, `loads` knows it.
 
@@ -63,6 +65,13 @@ def load_optimizer_state_dict(run: Run, loads: Loads, state_dict: Mapping[str, A
         ConfigError: it is of an optimizer with other groups or states. Nothing has changed.
         CollectiveError: the ranks were given other states, or another rank failed.
     """
+    updates = state_dict.get(LEFT_WITH_THE_ENGINE)
+    if updates:
+        raise ConfigError(
+            field="state_dict",
+            value=f"one without states, as an engine had those, of {updates} updates",
+            expected="what optimizer_state_dict() of the engine returned, or a plain optimizer's",
+        )
     groups, states = state_dict["param_groups"], state_dict["state"]
     _check_groups(run.optimizer, groups)
     numbers = [number for group in groups for number in group["params"]]
@@ -76,7 +85,11 @@ def load_optimizer_state_dict(run: Run, loads: Loads, state_dict: Mapping[str, A
     before = [dict(group) for group in run.optimizer.param_groups]
     _set_groups(run.optimizer, groups)
     try:
-        rules = rules_of(run.optimizer)
+        rules = rules_with(
+            run.optimizer,
+            states=run.states.state_names,
+            groups=len(run.optimizer.param_groups),
+        )
         # PreviousStates reads the `state` of an optimizer and nothing else.
         stand_in = cast(torch.optim.Optimizer, SimpleNamespace(state=given))
         previous = PreviousStates(stand_in, run.trained, rules)
@@ -104,7 +117,8 @@ def load_optimizer_state_dict(run: Run, loads: Loads, state_dict: Mapping[str, A
         )
         for number, made in steps.items():
             run.states.set_steps(number, made)
-    return max(steps.values(), default=0)
+    has_counts = not isinstance(run.optimizer, torch.optim.SGD)  # torch counts for all others
+    return max(steps.values(), default=0) if has_counts else None
 
 
 def _numbered(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, torch.nn.Parameter]]:
