@@ -135,11 +135,12 @@ def _measured(options: argparse.Namespace) -> tuple[Calibration, Path | None]:
             report=lambda part: _say(f"measuring {part}"),
         )
         if measured.is_disturbed:
-            kept = "" if options.even_if_busy else ": they are not kept"
+            kept = "" if options.even_if_busy or options.quick else ": they are not kept"
+            or_keep = ", or keep them all the same with --even-if-busy" if kept else ""
             _say(
                 f"warning: other processes used {measured.most_others_share:.0%} of this machine's "
                 f"processors meanwhile. The figures are those of a busy machine{kept}. Measure "
-                "again when it is quiet, or keep them all the same with --even-if-busy"
+                f"again when it is quiet{or_keep}"
             )
         if not measured.is_disturbed or options.even_if_busy:
             cache.keep_machine(measured)

@@ -102,6 +102,8 @@ def run(options: argparse.Namespace) -> int:
 
     try:
         return COMMANDS[options.command](options)
+    except BrokenPipeError:
+        raise  # which main() knows
     except (InfinityError, OSError) as problem:
         print(f"infinity: {problem}", file=sys.stderr)
         return 2

@@ -26,7 +26,7 @@ from infinity_engine.checkpoint.manifest import MANIFEST, Kind, Manifest, SavedT
 from infinity_engine.checkpoint.reader import CheckpointReader
 from infinity_engine.checkpoint.rewriting import import_foreign, reshard
 from infinity_engine.checkpoint.streams import SavedStream
-from infinity_engine.errors import DamagedCheckpoint, IncompleteCheckpoint
+from infinity_engine.errors import ConfigError, DamagedCheckpoint, IncompleteCheckpoint
 from infinity_engine.units import format_bytes
 
 __all__ = ["COMMANDS"]
@@ -275,8 +275,14 @@ def _reshard(options: argparse.Namespace) -> int:
 def _import(options: argparse.Namespace) -> int:
     names = None
     if options.names is not None:
-        lines = map(str.strip, options.names.read_text().splitlines())
-        names = [line for line in lines if line]
+        try:
+            text = options.names.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            expected = f"a file of names in UTF-8 ({error.reason} at byte {error.start})"
+            raise ConfigError(
+                field="--names", value=str(options.names), expected=expected
+            ) from error
+        names = [line for line in map(str.strip, text.splitlines()) if line]
     with OpenFiles() as files:
         foreign = open_foreign(options.path, files, origin=options.origin, names=names)
         # The files are read twice then: once to check them, once to import.

@@ -32,6 +32,7 @@ class _Command(Protocol):
 
 
 _PIPE_CLOSED = 141  # what a shell reports for a command that SIGPIPE ended
+_INTERRUPTED = 130  # likewise, SIGINT
 # Each by its name, with its module.
 _COMMANDS: Mapping[str, str] = MappingProxyType(
     {
@@ -71,6 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Python flushes stdout once more at its end, which would fail and say so.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _PIPE_CLOSED
+    except KeyboardInterrupt:
+        print("infinity: interrupted", file=sys.stderr)
+        return _INTERRUPTED
     return status
 
 

@@ -270,7 +270,7 @@ def _from_memory(compared: str) -> str:
 
 def _write(path: Path, text: str) -> None:
     try:
-        path.write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         expected = f"a file that can be written ({error.strerror})"
         raise ConfigError(field="--html", value=str(path), expected=expected) from error

@@ -348,6 +348,9 @@ def _of_catalogue(given: Mapping[str, Any]) -> _Known:
             raise replace(error, expected=expected) from error
         known = _with_gpu(known, gpus[0])
         known = replace(known, notes=(*known.notes, *_also("--gpu", given["gpu"], gpus)))
+    if {"pcie", "rates"} <= given.keys():
+        expected = "nothing beside --rates, which has the rates of the link"
+        raise ConfigError(field="--pcie", value=given["pcie"], expected=expected)
     if "pcie" in given:
         link = PCIE_BYTES_PER_S[given["pcie"]]
         known = replace(known, model=known.model.with_link(link))

@@ -22,6 +22,7 @@ from deepnvme import safetensors_header
 from infinity_engine.engine.engine import Engine
 from infinity_engine.engine.init_context import load_pretrained
 from infinity_engine.errors import ConfigError
+from infinity_engine.plan import Budget
 from infinity_engine.progress import Progress
 
 __all__ = [
@@ -118,7 +119,7 @@ def load_tokenizer(directory: Path) -> DirectoryTokenizer:
 def load_language_model(
     directory: Path,
     *,
-    budget: Mapping[str, Any],
+    budget: Budget,
     lora: int | None,
     checkpointing: bool,
     progress: Callable[[Progress], object] | None,
@@ -132,7 +133,7 @@ def load_language_model(
         ConfigError: it is no causal language model, weights are missing, or peft cannot adapt it.
         CapacityError: the budget has no room for it.
     """
-    if budget.get("nvme"):
+    if budget.nvme:
         model = load_pretrained(
             directory, budget, model_class=AutoModelForCausalLM, progress=progress
         )

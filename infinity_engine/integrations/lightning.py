@@ -87,7 +87,7 @@ class InfinityStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         Raises:
             ConfigError: a setting cannot be, or this is one of several processes.
         """
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if os.environ.get("WORLD_SIZE", "1") not in {"", "1"}:
             # The engine would train as one of several ranks, and Lightning as the only process.
             expected = "1: this strategy trains in one process. docs/ranks.md says how to use more"
             raise ConfigError(field="WORLD_SIZE", value=os.environ["WORLD_SIZE"], expected=expected)

@@ -7,6 +7,7 @@ does. Asks nothing of this machine and imports no torch.
 from __future__ import annotations
 
 import json
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -116,18 +117,30 @@ def read_json(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     """
     expected = "a file with a JSON object"
     try:
-        found = json.loads(Path(path).read_text())
+        found = json.loads(
+            Path(path).read_text(), parse_constant=_no_number, parse_float=_finite_number
+        )
     except OSError as error:
         raise ConfigError(
             field="config", value=os.fspath(path), expected=f"{expected}: {error.strerror}"
         ) from error
-    except ValueError as error:
+    # RecursionError: JSON may nest deeper than Python reads.
+    except (ValueError, RecursionError) as error:
         raise ConfigError(
             field="config", value=os.fspath(path), expected=f"{expected}: {error}"
         ) from error
     if not isinstance(found, dict):
         raise ConfigError(field="config", value=os.fspath(path), expected=expected)
     return found
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is no number of JSON")
+
+
+def _finite_number(text: str) -> float:
+    number = float(text)
+    return number if math.isfinite(number) else _no_number(text)
 
 
 def is_deepspeed(config: Mapping[str, object]) -> bool:

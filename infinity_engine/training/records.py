@@ -106,7 +106,7 @@ class RunDirectory:
     def replace(self, path: Path, text: str) -> None:
         """Write a file whole: a reader sees the one before or this one."""
         written = path.with_name(f".{path.name}.{os.getpid()}")
-        written.write_text(text, encoding="utf-8")
+        written.write_text(text, encoding="utf-8", errors="backslashreplace")
         written.replace(path)
 
 

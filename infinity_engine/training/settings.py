@@ -151,12 +151,20 @@ def _plain(value: object) -> object:
     return value.value if isinstance(value, Enum) else value
 
 
-def check_engine(settings: Mapping[str, Any]) -> None:
-    """Refuse settings of the engine that no run can have.
+def check_engine(settings: Mapping[str, Any], accumulation_steps: int) -> EngineConfig:
+    """Return the engine's settings of a run with so many micro-batches in a step.
 
     Raises:
-        ConfigError: a setting is wrong, or lets no step be reported.
+        ConfigError: a setting is wrong, differs from the run's, or lets no step be reported.
     """
-    if EngineConfig.from_mapping(settings).telemetry.recording is Recording.OFF:
+    config = EngineConfig.from_mapping({"accumulation_steps": accumulation_steps, **settings})
+    if config.accumulation_steps != accumulation_steps:
+        raise ConfigError(
+            field="accumulation_steps",
+            value=config.accumulation_steps,
+            expected=f"{accumulation_steps}, or nothing: that is what the training's settings say",
+        )
+    if config.telemetry.recording is Recording.OFF:
         expected = f'"{Recording.TIMELINE.value}", as each step of a run is reported'
         raise ConfigError(field="telemetry.recording", value=Recording.OFF.value, expected=expected)
+    return config

@@ -20,6 +20,7 @@ from typing import IO, Any
 import torch
 
 from infinity_engine.accel import Accelerator
+from infinity_engine.config import EngineConfig
 from infinity_engine.engine.api import initialize
 from infinity_engine.engine.checkpoints.autosave import Due
 from infinity_engine.engine.engine import Engine
@@ -36,6 +37,7 @@ from infinity_engine.integrations.language_models import (
 )
 from infinity_engine.losses import chunk_loss
 from infinity_engine.outcome import Outcome
+from infinity_engine.plan import Budget
 from infinity_engine.reporting.report import held_in
 from infinity_engine.training.listening import TrainedStep, TrainingListener
 from infinity_engine.training.rate import rate_factor
@@ -109,7 +111,7 @@ class _Run:
     def run(self) -> Path:
         settings, directory = self._settings, self._directory
         Due(settings.save_every, 0)  # refuses what is neither steps nor a time
-        check_engine(self._engine_settings)
+        config = check_engine(self._engine_settings, settings.accumulation_steps)
         tokenizer = load_tokenizer(settings.model)
         known_as = fingerprint(
             [*settings.data, *tokenizer_files(settings.model)],
@@ -127,7 +129,7 @@ class _Run:
             steps = _steps(settings, len(samples))
             directory.describe(self._described(samples, steps))
             try:
-                self._train(tokenizer, samples, steps, records)
+                self._train(tokenizer, samples, steps, records, config)
             except BaseException as error:
                 _record(records, ENDED, how=_how(error), error=_said(error))
                 raise
@@ -172,14 +174,19 @@ class _Run:
         }
 
     def _train(
-        self, tokenizer: DirectoryTokenizer, samples: Samples, steps: int, records: IO[str]
+        self,
+        tokenizer: DirectoryTokenizer,
+        samples: Samples,
+        steps: int,
+        records: IO[str],
+        config: EngineConfig,
     ) -> None:
         settings = self._settings
         # Before the model: adapters begin with random values.
         torch.manual_seed(settings.seed)
         model = load_language_model(
             settings.model,
-            budget=self._engine_settings.get("budget") or {},
+            budget=config.budget or Budget(),
             lora=settings.lora,
             checkpointing=settings.checkpointing,
             progress=self._listener.on_progress,
@@ -188,7 +195,7 @@ class _Run:
         with ExitStack() as around:
             if settings.chunk_loss:
                 around.enter_context(chunk_loss(model))
-            engine = around.enter_context(self._initialized(model))
+            engine = around.enter_context(self._initialized(model, config))
             scheduler = torch.optim.lr_scheduler.LambdaLR(
                 engine.optimizer,
                 lambda step: rate_factor(
@@ -216,12 +223,11 @@ class _Run:
             # Values need not be read back: nothing is trained any more.
             engine.close(restore=False)
 
-    def _initialized(self, model: Any) -> Engine:
-        settings = self._settings
+    def _initialized(self, model: Any, config: EngineConfig) -> Engine:
         return initialize(
             model,
-            _optimizer(settings, model),
-            {"accumulation_steps": settings.accumulation_steps, **self._engine_settings},
+            _optimizer(self._settings, model),
+            config,
             device=self._device,
             progress=self._listener.on_progress,
         )

@@ -286,6 +286,28 @@ def test_options_take_the_place_of_settings_in_the_file(tmp_path: Path) -> None:
     assert settings("--max-grad-norm", "0")["max_grad_norm"] is None
 
 
+def test_micro_batches_are_those_of_the_option_else_of_the_file(
+    infinity: Command, model: Path, text: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file.json").write_text('{"accumulation_steps": 2}')
+    asked = (model, text, "--host", "64MiB", "--sequence", "32", "--steps", "1")
+    for number, (option, expected) in enumerate((((), 2), (("--accumulation-steps", "3"), 3))):
+        status, _, err = infinity(*asked, "--config", "file.json", "--run", f"r{number}", *option)
+
+        assert status == 0, err
+        told = json.loads(Path(f"r{number}/run.json").read_text())
+        assert told["deciding"]["accumulation_steps"] == expected
+
+
+def test_rates_of_the_file_are_the_engines() -> None:
+    planned = {"strategy": "host_only", "rates": {"h2d_bytes_per_s": 1}}
+
+    assert command._of_plan(planned, {}) == planned
+    assert "rates" not in command._of_plan(planned, {"rates": {"h2d_bytes_per_s": 2}})
+    assert "rates" not in command._of_plan(planned, {"calibration": "off"})
+    assert "rates" in command._of_plan(planned, {"calibration": "auto"})
+
+
 def test_a_run_is_resumed_by_the_same_command(infinity: Command, model: Path, text: Path) -> None:
     asked = (model, text, "--host", "64MiB", "--sequence", "32", "--steps", "2", "--resume")
 
@@ -357,6 +379,11 @@ def test_the_plan_has_the_loss_of_the_training(
         (("MODEL", "TEXT", "--config", "wrong.json"), "error: strategie"),
         (("MODEL", "TEXT", "--config", "ds.json"), "`infinity migrate ds.json` prints what"),
         (("MODEL", "TEXT", "--config", "off.json"), 'telemetry.recording: expected "timeline"'),
+        (("MODEL", "TEXT", "--config", "budget.json"), "budget"),
+        (("MODEL", "TEXT", "--config", "drives.json", "--nvme", "."), "nvme"),
+        (("MODEL", "TEXT", "--config", "storage.json", "--tbw", "600TB"), "storage"),
+        (("MODEL", "TEXT", "--config", "deep.json"), "--config: expected a file with a JSON"),
+        (("MODEL", "TEXT", "--config", "nan.json"), "--config: expected a file with a JSON"),
         (("MODEL", "TEXT", "--save-every", "soon"), "--save-every: expected"),
         (("MODEL", "TEXT", "--dry-run", "--save-every", "soon"), "--save-every: expected"),
         (("MODEL", "TEXT", "--run", "bad.jsonl"), "--run: expected a directory that can be"),
@@ -375,6 +402,11 @@ def test_a_wrong_question_is_answered_by_its_option(
     (tmp_path / "wrong.json").write_text('{"strategie": 1}')
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 3}}')
     (tmp_path / "off.json").write_text('{"telemetry": {"recording": "off"}}')
+    (tmp_path / "budget.json").write_text('{"budget": "16GiB"}')
+    (tmp_path / "drives.json").write_text('{"budget": {"nvme": 5}}')
+    (tmp_path / "storage.json").write_text('{"storage": "x"}')
+    (tmp_path / "deep.json").write_text('{"a":' * 100_000)
+    (tmp_path / "nan.json").write_text('{"max_grad_norm": 1e999}')
     named = {"MODEL": str(model), "TEXT": str(text)}
 
     status, _, err = infinity(*(named.get(argument, argument) for argument in arguments))

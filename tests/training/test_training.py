@@ -5,6 +5,7 @@ the same bits where it was killed and resumed.
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from infinity_engine.errors import CapacityError, ConfigError
+from infinity_engine.plan import Budget
 from support.families import peft, transformers
 from support.nvme_training import emulated
 from support.tiny_directory import LINES, TEXT, json_lines, tiny_directory
@@ -434,3 +436,25 @@ def test_a_run_goes_on_from_the_export_where_that_was_interrupted(
     again = train_it(settings_of(model, tmp_path / "run", text, resume=True))
     assert again.steps == []
     assert digest(tmp_path / "run/weights") == digest(whole / "weights")
+
+
+def test_a_budget_may_be_an_object(model: Path, text: Path, whole: Path, tmp_path: Path) -> None:
+    budget = Budget(host="64MiB", nvme={str(tmp_path): "64MiB"})
+    train_it(settings_of(model, tmp_path / "run", text), {**MEMORY, "budget": budget})
+
+    assert digest(tmp_path / "run/weights") == digest(whole / "weights")
+
+
+def test_micro_batches_that_differ_from_the_engines_are_refused(text: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"accumulation_steps: expected 2, or nothing"):
+        train_it(settings_of(tmp_path, tmp_path / "run", text), {"accumulation_steps": 3})
+
+
+def test_a_name_that_is_no_text_is_on_the_page_all_the_same(
+    model: Path, text: Path, tmp_path: Path
+) -> None:
+    odd = tmp_path / os.fsdecode(b"caf\xe9.txt")
+    odd.write_text(text.read_text())
+    train_it(settings_of(model, tmp_path / "run", odd))
+
+    assert "caf\\udce9.txt" in (tmp_path / "run/report.html").read_text()

@@ -161,6 +161,10 @@ def test_without_gpus_energy_needs_watts(infinity: Any, this_machine: Any) -> No
         (("--gpu", "4090", "--ram", "64GiB", "--drive", "floppy"), "--drive: expected one of"),
         (("--here", "--gpu", "4090"), "--here: expected without --machine, --gpu and --drive"),
         (("--pcie", "4"), "--pcie: expected --gpu beside it"),
+        (
+            ("--gpu", "4090", "--ram", "64GiB", "--pcie", "4", "--rates", "r.json"),
+            "--pcie: expected nothing beside --rates",
+        ),
         (("--gpu", "4090", "--gpus", "0", "--ram", "64GiB"), "--gpu: expected nothing, as there"),
         (("--machine", "gh200", "--nvme", "2TB"), "--nvme: expected --drive beside it: a GH200"),
         (("--here", "/absent"), "--here: expected a directory that can be used"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import resource
@@ -284,3 +285,36 @@ def test_a_reader_that_has_seen_enough_is_no_traceback(arguments: list[str]) -> 
     assert done.stderr == ""
     # what a shell reports of what SIGPIPE ended: 1 would say something else
     assert done.returncode == 141
+
+
+def test_an_interrupted_command_is_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "run", interrupted)
+
+    assert main(["doctor"]) == 130
+    assert capsys.readouterr().err == "infinity: interrupted\n"
+
+
+def test_a_closed_pipe_is_no_error_of_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    from infinity_engine.cli import checkpoint, checkpoint_commands
+
+    def closed(_: object) -> int:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(checkpoint_commands, "COMMANDS", {"verify": closed})
+    with pytest.raises(BrokenPipeError):
+        checkpoint.run(argparse.Namespace(command="verify"))
+
+
+def test_names_that_are_no_text_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "names").write_bytes(b"w\xe9\n")
+    asked = ("checkpoint", "import", str(tmp_path), str(tmp_path / "to"))
+
+    assert main([*asked, "--names", str(tmp_path / "names")]) == 2
+    assert "a file of names in UTF-8" in capsys.readouterr().err

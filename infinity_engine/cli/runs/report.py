@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
             expected = "the directory of a run, which `infinity train --run` has made"
             raise ConfigError(field="run", value=str(directory.path), expected=expected)
         page = report_page(RecordedRun.read(options.run_directory))
-        path.write_text(page, encoding="utf-8")
+        path.write_text(page, encoding="utf-8", errors="backslashreplace")
     except ConfigError as error:
         print(f"infinity report: error: {error}", file=sys.stderr)
         return 2

@@ -12,12 +12,14 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infinity_engine.cli.plan_answer import show
 from infinity_engine.cli.plan_question import TOKENS, given_in, size_of, strategy_of
+from infinity_engine.config import EngineConfig
 from infinity_engine.errors import ConfigError, InfinityError
 from infinity_engine.machine.packages import require_torch
 from infinity_engine.migration import is_deepspeed, read_json
@@ -107,9 +109,8 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--accumulation-steps",
         type=int,
-        default=_default("accumulation_steps"),
         metavar="N",
-        help="micro-batches of a step (default: %(default)s)",
+        help="micro-batches of a step (default: that of --config, else 1)",
     )
     what.add_argument(
         "--epochs",
@@ -246,6 +247,8 @@ def run(options: argparse.Namespace) -> int:
     except ConfigError as error:
         print(f"infinity train: error: {_in_words(error, options)}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        raise  # which main() knows
     except KeyboardInterrupt:
         resume = f"go on with --resume --run {options.run_directory}"
         print(f"\ninfinity train: interrupted; {resume}", file=sys.stderr)
@@ -257,14 +260,15 @@ def run(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     require_torch("infinity train")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if os.environ.get("WORLD_SIZE", "1") not in {"", "1"}:
         expected = "1: this command trains in one process. docs/ranks.md says how to use several"
         raise ConfigError(field="WORLD_SIZE", value=os.environ["WORLD_SIZE"], expected=expected)
     from infinity_engine.engine.checkpoints.autosave import Due
 
-    settings, engine = _settings(options), _engine(options)
+    engine = _engine(options)
+    settings = _settings(options, engine.pop("accumulation_steps", None))
     # Both refuse before anything is read or planned.
-    check_engine(engine)
+    check_engine(engine, settings.accumulation_steps)
     Due(settings.save_every, 0)
     planned = _planned(settings, engine)
     if planned.fits is False:
@@ -277,13 +281,21 @@ def _run(options: argparse.Namespace) -> int:
     quiet()
     weights = train(
         settings,
-        {**engine, **planned.settings},
+        {**engine, **_of_plan(planned.settings, engine)},
         listener=_Printer(),
         prediction=planned.prediction,
     )
     print(f"weights  {weights}")
     print(f"report   {RunDirectory(settings.run).report}")
     return 0
+
+
+def _of_plan(planned: Mapping[str, object], engine: Mapping[str, Any]) -> Mapping[str, object]:
+    """Return the settings of a plan, without rates where the caller has set where these come
+    from: the planner asks this machine's calibration alone.
+    """
+    has_own = "rates" in engine or engine.get("calibration", "auto") != "auto"
+    return {name: value for name, value in planned.items() if name != "rates" or not has_own}
 
 
 def _planned(settings: TrainingSettings, engine: dict[str, Any]) -> Any:
@@ -301,22 +313,25 @@ def _planned(settings: TrainingSettings, engine: dict[str, Any]) -> Any:
 # --- arguments ------------------------------------------------------------------------------------
 
 
-def _settings(options: argparse.Namespace) -> TrainingSettings:
+def _settings(options: argparse.Namespace, in_file: int | None) -> TrainingSettings:
+    """Return what to train; `in_file`: the micro-batches of a step that --config says."""
     if not (options.model / "config.json").is_file():
         expected = "a local directory of Transformers, with a config.json"
         raise ConfigError(field="MODEL_DIR", value=str(options.model), expected=expected)
     chosen = {
         name: getattr(options, name)
         for name in (
-            *("model", "batch", "accumulation_steps", "epochs", "steps", "optimizer", "warmup"),
+            *("model", "batch", "epochs", "steps", "optimizer", "warmup"),
             *("weight_decay", "seed", "lora", "checkpointing", "keep", "resume"),
             *("frozen", "export_dtype"),
         )
     }
     every = options.save_every
-    given = given_in(options, "lr", "lora", "sequence")
+    given = given_in(options, "lr", "lora", "sequence", "accumulation_steps")
+    together = given.get("accumulation_steps", in_file)
     return TrainingSettings(
         **chosen,
+        accumulation_steps=_default("accumulation_steps") if together is None else together,
         lr=given.get("lr", _LORA_LR if "lora" in given else _default("lr")),
         chunk_loss=options.loss == "chunked",
         data=tuple(options.data),
@@ -348,13 +363,16 @@ def _engine(options: argparse.Namespace) -> dict[str, Any]:
             f"{options.config}` prints what takes their place"
         )
         raise ConfigError(field="--config", value=str(options.config), expected=expected)
+    EngineConfig.from_mapping(given)  # checked before its sections are read
     budget = dict(given.get("budget") or {})
     for name, size in given_in(options, "device", "host").items():
         budget[name] = size_of(size, f"--{name}")
+    drives = dict(budget.get("nvme") or {})
     for entry in options.nvme:
         directory, _, size = entry.partition("=")
-        drives = budget.setdefault("nvme", {})
         drives[directory] = size_of(size, "--nvme") if size else None
+    if options.nvme:
+        budget["nvme"] = drives
     if budget:
         given["budget"] = budget
     if "tbw" in typed:
