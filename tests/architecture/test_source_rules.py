@@ -67,7 +67,9 @@ STORAGE_ROWS = (
 STORAGE_ROW = {part: number for number, row in enumerate(STORAGE_ROWS) for part in row}
 MOST_FILES = 15  # in one room, its door not counted
 STRANGERS = ROWS[ROW["optim"]]
-IMPORTED_ONLY_BY = {"config": {"integrations", "engine", "cli", "planning", "ranks", "parameters"}}
+IMPORTED_ONLY_BY = {
+    "config": {"cli", "engine", "integrations", "parameters", "planning", "ranks", "training"}
+}
 
 ENGINE_ROOMS = {
     "engine",
