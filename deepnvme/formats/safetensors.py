@@ -373,7 +373,10 @@ def entries_of(
 
     Raises:
         KeyError: the file has no tensor of that name.
+        TypeError: the names are one text.
     """
+    if isinstance(names, str):
+        raise TypeError(f"expected names, such as [{names!r}]; got the text {names!r}")
     wanted = list(header.tensors if names is None else names)
     if missing := [name for name in wanted if name not in header.tensors]:
         raise KeyError(

@@ -17,7 +17,7 @@ from functools import partial
 from numbers import Number
 from typing import Any
 
-from deepnvme.errors import ClosedError, NVMeError, StoreError
+from deepnvme.errors import ChecksumError, ClosedError, NVMeError, StoreError
 from deepnvme.memory.arrays import ITEMSIZES, Storable, described
 from deepnvme.memory.buffers import Memory, memory_of
 from deepnvme.memory.filling import Repeated, element_of
@@ -187,9 +187,19 @@ class NamedTensors:
                 # While the bytes change, no reader may compare them with the old checksums.
                 holdings.revise(name, record, record.without_checksums())
         with self._until_read(held):
-            memory = source()
+            after, is_unchanged = record, True
+            try:
+                memory = source()
+                is_unchanged = False
+                if in_place:
+                    after = self._slices.write_in_place(name, record, part.runs(), memory)
+            except BaseException as error:
+                # Damage that was found is to be found again.
+                if in_place and (is_unchanged or isinstance(error, ChecksumError)):
+                    with self.lock:
+                        self.holdings.revise(name, record, record)
+                raise
             if in_place:
-                after = self._slices.write_in_place(name, record, part.runs(), memory)
                 with self.lock:
                     self.holdings.revise(name, record, after)
             else:

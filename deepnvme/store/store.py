@@ -348,6 +348,7 @@ class TensorStore:
 
     def put_async(self, name: str, tensor: Any, *, copy: bool = False) -> StoreFuture[None]:
         """Begin to `put`; `tensor` must not change until the future has ended."""
+        check_name(name)  # here: the writer's thread tells names apart
         request = Request(
             StoreFuture(),
             partial(self.put, name, tensor, copy=copy),
@@ -374,7 +375,8 @@ class TensorStore:
         self, tensors: Mapping[str, Any], *, copy: bool = False
     ) -> StoreFuture[None]:
         """Begin to `put_many`; no tensor must change until the future has ended."""
-        return self._writer().write(lambda: self.put_many(tensors, copy=copy), tensors)
+        given = dict(tensors)  # the mapping may
+        return self._writer().write(lambda: self.put_many(given, copy=copy), given)
 
     def get_many_async(
         self, names: Iterable[str], out: Mapping[str, Any] | None = None
@@ -777,7 +779,7 @@ class TensorStore:
     def _streamed(
         self, names: Iterable[str] | None, depth: int
     ) -> Iterator[tuple[Sequence[str], StoreFuture[dict[str, Any]]]]:
-        given = None if names is None else list(names)
+        given = None if names is None else _listed(names)
         with self._tensors.opened() as holdings:
             groups = list(holdings.groups(holdings.in_order() if given is None else given))
         return streamed(groups, self.get_many_async, depth)
@@ -827,9 +829,13 @@ def _returns(returns: Returns | None) -> Returns:
 
 
 def _named(names: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(_listed(names)))
+
+
+def _listed(names: Iterable[str]) -> list[str]:
     if isinstance(names, str):
         raise TypeError(f"expected names, such as [{names!r}]; got the text {names!r}")
-    return list(dict.fromkeys(names))
+    return list(names)
 
 
 def _fitting(out: Any, what: str, code: str, shape: tuple[int, ...]) -> Any:

@@ -432,7 +432,7 @@ class Volume(Closing):
         it gives back no more than these. Free pieces between others in use stay the volume's.
 
         Raises:
-            ValueError: `most` has not one number for each member.
+            ValueError: `most` has not one number of whole pages for each member.
             VolumeError: the volume has too many members for its headers to be changed; nothing has
                 changed.
         """
@@ -440,6 +440,10 @@ class Volume(Closing):
             raise ValueError(
                 f"most must have a number for each of {len(self._parts)} members, got {len(most)}"
             )
+        # A header whose capacity is no whole pages would not open again.
+        wrong = [nbytes for nbytes in most or () if nbytes < 0 or nbytes % PAGE]
+        if wrong:
+            raise ValueError(f"most must have whole pages of {PAGE} B, got {wrong[0]}")
         self._check_writable()
         with self._growing:
             for index, part in enumerate(self._parts):

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from deepnvme import Access, Checksum, NVMeError, Returns, TensorStore
 from deepnvme.errors import ChecksumError, StoreError
+from deepnvme.memory import arrays
 from deepnvme.memory.copying import Runs
 from deepnvme.memory.filling import Repeated, element_of
 from deepnvme.queue.pipeline import RUN_BYTES
@@ -393,6 +394,9 @@ def test_damage_beside_a_part_is_found_and_not_hidden_by_a_new_checksum(tmp_path
             store.get_slice("t")[0]
         with pytest.raises(ChecksumError):
             store.get_slice("t")[0] = np.zeros(1000, np.int32)
+        with pytest.raises(ChecksumError):
+            store.get("t")
+        assert {damage.name for damage in store.verify()} == {"t"}
 
 
 def test_a_part_that_could_not_be_written_leaves_a_tensor_that_is_read(
@@ -453,3 +457,19 @@ def test_parts_written_by_several_threads_are_all_there(store: TensorStore) -> N
         thread.join(TIMEOUT_S)
 
     assert (store.get("t") == -np.arange(64)[:, None]).all()
+
+
+def test_memory_that_cannot_be_had_leaves_the_checksums(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object, **__: object) -> None:
+        raise MemoryError("no room for a copy")
+
+    with made("swap with checksums", tmp_path) as store:
+        store.put("t", numbered(1000, 1000))
+        before = store.record("t")
+        monkeypatch.setattr(arrays.Description, "gathered", failing)
+        with pytest.raises(MemoryError):
+            store.get_slice("t")[0] = np.zeros(1000, np.int32)
+
+        assert store.record("t") == before

@@ -455,8 +455,35 @@ def test_what_is_no_text_is_no_name(store: TensorStore, name: Any, error: type[E
         store.put(name, b"content")
     with pytest.raises(error):
         store.put_state(name, {"w": torch.ones(1)})
+    with pytest.raises(error):
+        store.put_async(name, b"content")
     assert len(store) == 0
     assert store.states == ()
+
+
+def test_a_name_that_cannot_be_told_apart_stops_no_later_put(store: TensorStore) -> None:
+    with pytest.raises(TypeError):
+        store.put_async(np.ones(4), b"content")  # type: ignore[arg-type]
+    store.put_async("t", b"content").result(TIMEOUT_S)
+    assert list(store) == ["t"]
+
+
+def test_a_mapping_may_be_used_again_while_its_tensors_are_put(store: TensorStore) -> None:
+    batch: dict[str, Any] = {f"t{number}": b"content" for number in range(8)}
+    futures = []
+    for _ in range(8):
+        futures.append(store.put_many_async(batch))
+        batch.clear()
+        batch.update({f"t{number}": b"other" for number in range(8)})
+    for future in futures:
+        future.result(TIMEOUT_S)
+    assert sorted(store) == [f"t{number}" for number in range(8)]
+
+
+def test_one_name_is_not_taken_for_its_letters(store: TensorStore) -> None:
+    store.put("w", b"content")
+    with pytest.raises(TypeError, match=r"\['w'\]"):
+        list(store.stream("w"))
 
 
 def test_a_name_that_there_is_not_is_a_key_error_that_says_it(store: TensorStore) -> None:

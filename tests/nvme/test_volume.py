@@ -1470,3 +1470,15 @@ def test_a_name_that_is_no_file_is_no_volume(
         VolumeError, match="is not a regular file, so it is no volume's: name another directory"
     ):
         Volume.open([tmp_path], access=access, queue=plain_queue)
+
+
+@pytest.mark.parametrize("most", [-PAGE, 5000])
+def test_a_trim_of_no_whole_pages_changes_nothing(
+    tmp_path: Path, plain_queue: IOQueue, most: int
+) -> None:
+    with Volume.create([tmp_path], 4 * MIB, queue=plain_queue) as volume:
+        with pytest.raises(ValueError, match="whole pages"):
+            volume.trim([most])
+        assert volume.capacities == (4 * MIB,)
+    with Volume.open([tmp_path], queue=plain_queue) as volume:
+        assert volume.capacities == (4 * MIB,)
