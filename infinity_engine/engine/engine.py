@@ -49,7 +49,7 @@ from infinity_engine.kept_errors import again, kept
 from infinity_engine.machine.capacity import free_for_copies
 from infinity_engine.machine.memory import probe_memory
 from infinity_engine.memory import Usage
-from infinity_engine.optim import gradient_factor
+from infinity_engine.optim import gradient_factor, rules_of
 from infinity_engine.outcome import Outcome, StepResult
 from infinity_engine.parameters.parameters import ModelParameter, TrainedParameter
 from infinity_engine.parameters.pending import PendingParameters
@@ -416,6 +416,7 @@ class Engine:
 
         Raises:
             ConfigError: it needs a metric, is of another optimizer, or is stepped already.
+            RuntimeError: the engine was closed.
         """
         self._ending.check_open()
         check_schedule(scheduler, self.optimizer, self._parts.schedulers)
@@ -453,7 +454,7 @@ class Engine:
     def _decide_update(self) -> tuple[StepInputs, StepResult]:
         """Return what an update is made with and what it comes to, or that it is skipped."""
         parts = self._parts
-        rules = parts.rules_now()
+        rules = rules_of(self.optimizer)
         # Early updates have used the hyperparameters of the backward's begin.
         parts.early.check_rules(rules)
         # In this order: what early updates leave undone goes to the drives, and is waited for.
@@ -462,6 +463,7 @@ class Engine:
         window, unscale, used = self._window, self._window.unscaling, parts.scale.value
         # Collective, and before anything is updated: ranks that differ have changed nothing.
         parts.ranks.agree_on_update(rules, window.clip_to, used, window.accumulation)
+        parts.check_rules(rules)  # of all ranks alike, so that all refuse together
         norm, factor = None, unscale
         # A pass over all gradients, so only where the norm is used.
         if window.clip_to is not None or parts.scale.dynamic:
@@ -715,7 +717,7 @@ class Engine:
         `state_dict` is that of the same kind of optimizer over the same parameters. Parameters that
         it has no state of begin anew. All ranks call this with the same.
 
-        `steps` goes on from its step counts; SGD keeps none, and then from where it is.
+        `steps` goes on from its step counts, and where it has none, as of SGD, from where it is.
 
         Raises:
             ConfigError: its groups or states are others. Nothing has changed.

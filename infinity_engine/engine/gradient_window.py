@@ -17,6 +17,7 @@ from infinity_engine.errors import ConfigError
 from infinity_engine.gradients.accumulation import Accumulation
 from infinity_engine.gradients.nan_checks import NaNChecks
 from infinity_engine.gradients.placeholders import GradientPlaceholders, set_to_none_message
+from infinity_engine.optim import rules_of
 from infinity_engine.parameters.hooks import Hooks
 from infinity_engine.update.under_way import StepInputs
 
@@ -71,10 +72,13 @@ class GradientWindow:
             # Refused before anything is computed: step() can still use what has come.
             if all_ranks or parts.ranks.is_alone:
                 parts.ranks.check_room_for_more()
-        may_begin = parts.early.enabled and not parts.early.begun
-        rules = parts.rules_now() if may_begin else ()
+        begins = parts.early.enabled and not parts.early.begun and not self._modifying
+        begins = begins and accumulation.expects_last
+        rules = rules_of(parts.optimizer) if begins else ()
+        if begins:
+            parts.check_rules(rules)
         accumulation.begin_backward(averaged=averaged)
-        if accumulation.expects_last and may_begin and not self._modifying:
+        if begins:
             # An early update reads the gradients of earlier micro-batches from the drives.
             parts.gradients.finish_transfers()
             parts.early.begin(StepInputs(parts.gradients, rules, self.unscaling))

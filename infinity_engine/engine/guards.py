@@ -24,12 +24,18 @@ LEFT_WITH_THE_ENGINE = "updates whose states an engine has"
 """An entry in the state dict of an engine's optimizer: how many updates made the missing states."""
 
 
+def _groups_of(stepped: object, optimizer: torch.optim.Optimizer) -> object:
+    """Return the groups of what a scheduler steps; the optimizer's where it does not say."""
+    return optimizer.param_groups if stepped is None else getattr(stepped, "param_groups", None)
+
+
 def check_schedule(
     scheduler: torch.optim.lr_scheduler.LRScheduler,
     optimizer: torch.optim.Optimizer,
     followed: Sequence[torch.optim.lr_scheduler.LRScheduler],
 ) -> None:
-    """Refuse a scheduler that cannot be stepped after each update, or that would change nothing.
+    """Refuse a scheduler that cannot be stepped after each update, or that would change nothing,
+    as far as it tells; those within another one are not looked at.
 
     Raises:
         ConfigError: that is so.
@@ -37,7 +43,7 @@ def check_schedule(
     expected = ""
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         expected = "one that needs no metric: step this one yourself, and name it in `extra`"
-    elif getattr(scheduler, "optimizer", optimizer).param_groups is not optimizer.param_groups:
+    elif _groups_of(getattr(scheduler, "optimizer", None), optimizer) is not optimizer.param_groups:
         expected = "one of the engine's optimizer, or of as_optimizer()"
     elif any(scheduler is other for other in followed):
         expected = "one that is not stepped already"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,7 @@ from infinity_engine.activation import SavedTensors
 from infinity_engine.engine.checkpoints.checkpointing import Run
 from infinity_engine.gradients.keeper import GradientKeeper
 from infinity_engine.lanes.meter import Meter
-from infinity_engine.optim import Rule, rules_with
+from infinity_engine.optim import Rule, check_rules
 from infinity_engine.parameters.hooks import Hooks
 from infinity_engine.parameters.modules import ModuleParameters, UnwatchedModules
 from infinity_engine.plan.step import StepPlan
@@ -43,11 +44,10 @@ class EngineParts(Run):
     drives: DriveMeter
     hooks: Hooks
 
-    def rules_now(self) -> tuple[Rule, ...]:
-        """Return the rules of the optimizer's groups, with the options that these have now.
+    def check_rules(self, rules: Sequence[Rule]) -> None:
+        """Refuse rules of the optimizer's groups that the engine has no states for.
 
         Raises:
-            ConfigError: a group is gone, or its options need states that the engine does not have.
+            ConfigError: a group is gone, or its options need other states.
         """
-        states = self.states
-        return rules_with(self.optimizer, states=states.state_names, groups=states.groups)
+        check_rules(rules, states=self.states.state_names, groups=self.states.groups)

@@ -98,8 +98,8 @@ def _check(
                 field="tiling",
                 value=Tiling.AUTO.value,
                 expected=f"off with an optimizer that has states for {name}, which the device has "
-                "no room for: cut the model with infinity_engine.tiling.tile() before the "
-                "optimizer is made",
+                "no room for (Adagrad makes states before its first step): cut the model with "
+                "infinity_engine.tiling.tile() before the optimizer is made",
             )
 
 

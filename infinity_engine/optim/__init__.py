@@ -21,7 +21,7 @@ from infinity_engine.optim.subgroup import (
 )
 
 if TYPE_CHECKING:
-    from infinity_engine.optim.from_torch import missing_states, rules_of, rules_with
+    from infinity_engine.optim.from_torch import check_rules, missing_states, rules_of
     from infinity_engine.optim.host import HostKernels, SummedMemory, Sums
     from infinity_engine.optim.records import Update, update_records
     from infinity_engine.optim.statistics import GradientNorm, GradientSums, gradient_factor
@@ -50,11 +50,11 @@ __all__ = [
     "Update",
     "UpdateThreads",
     "Values",
+    "check_rules",
     "cut_into_subgroups",
     "gradient_factor",
     "missing_states",
     "rules_of",
-    "rules_with",
     "update_records",
 ]
 
@@ -68,9 +68,9 @@ _MODULES = MappingProxyType(
         "Update": "records",
         "UpdateThreads": "threads",
         "gradient_factor": "statistics",
+        "check_rules": "from_torch",
         "missing_states": "from_torch",
         "rules_of": "from_torch",
-        "rules_with": "from_torch",
         "update_records": "records",
     }
 )

@@ -6,13 +6,13 @@ computes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from infinity_engine.errors import ConfigError
 from infinity_engine.optim.rules import SGD, Adagrad, Adam, AdamW, Lion, Rule
 
-__all__ = ["missing_states", "rules_of", "rules_with"]
+__all__ = ["check_rules", "missing_states", "rules_of"]
 
 _KNOWN = "torch's Adam, AdamW, Adagrad and SGD themselves, no subclasses of them, or a Lion"
 _OPTIONS = (
@@ -44,13 +44,12 @@ def rules_of(optimizer: Any, groups: Iterable[Mapping[str, Any]] | None = None) 
     )
 
 
-def rules_with(optimizer: Any, *, states: Collection[str], groups: int) -> tuple[Rule, ...]:
-    """Return the same of an optimizer that began with so many groups, and has these states.
+def check_rules(rules: Sequence[Rule], *, states: Collection[str], groups: int) -> None:
+    """Refuse rules of fewer groups than these, or that need other states.
 
     Raises:
-        ConfigError: as `rules_of` says; or a group is gone, or its options need other states.
+        ConfigError: that is so.
     """
-    rules = rules_of(optimizer)
     if len(rules) < groups:
         raise ConfigError(
             field="groups of the optimizer",
@@ -68,7 +67,6 @@ def rules_with(optimizer: Any, *, states: Collection[str], groups: int) -> tuple
                 ". Nothing has changed: set the options back, or close the engine and initialize "
                 "another one",
             )
-    return rules
 
 
 def missing_states(rule: Rule, states: Collection[str]) -> tuple[str, ...]:

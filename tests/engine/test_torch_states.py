@@ -15,6 +15,7 @@ from infinity_engine.building.previous import PreviousStates
 from infinity_engine.checkpoint import CheckpointReader
 from infinity_engine.engine import engine as engine_module
 from infinity_engine.engine.engine import Engine
+from infinity_engine.engine.optimizers import LionOptimizer
 from infinity_engine.errors import CapacityError, ConfigError, ManifestMismatch, TransferError
 from support.saved_engines import PLACES, engine_at, steps
 
@@ -312,3 +313,28 @@ def test_steps_go_on_from_counts_or_from_where_they_are(name: str) -> None:
         engine_steps(engine, 0, 3)
         engine.load_optimizer_state_dict(engine.optimizer_state_dict())
         assert engine.steps == 3
+
+
+def test_lions_plain_states_leave_the_count_of_steps() -> None:
+    model, _ = made("AdamW")
+    lion = LionOptimizer(model.parameters(), lr=1e-3)
+    plain_steps(model, lion, 0, 2)
+    states = lion.state_dict()
+    model, _ = made("AdamW")
+    with engine_of(model, LionOptimizer(model.parameters(), lr=1e-3)) as engine:
+        engine_steps(engine, 0, 3)
+        engine.load_optimizer_state_dict(states)
+        assert engine.steps == 3
+
+
+def test_states_for_fewer_groups_are_refused_before_anything_changes() -> None:
+    model, optimizer = made("AdamW")
+    with engine_of(model, optimizer) as engine:
+        engine_steps(engine, 0, 1)
+        states = engine.optimizer_state_dict()
+        gone = optimizer.param_groups.pop()
+        states["param_groups"].pop()
+        with pytest.raises(ConfigError, match="Nothing has changed"):
+            engine.load_optimizer_state_dict(states)
+        optimizer.param_groups.append(gone)
+        engine_steps(engine, 1, 1)

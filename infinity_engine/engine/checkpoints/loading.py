@@ -305,6 +305,8 @@ class _Load:
             if any("params" in group for group in objects.get("optimizer_groups", ())):
                 raise ValueError("a group of the optimizer has parameters of its own")
             dict(objects["extra"])
+            for group in objects.get("optimizer_groups", ()):
+                dict(group)
             list(objects.get("schedulers", ()))
             if "random" in objects:
                 try_random_state(objects["random"])
@@ -364,6 +366,9 @@ class _Load:
             rules = rules_of(optimizer, merged)
         except ConfigError as error:
             yield _Difference("the optimizer's options", error.expected, error.value)
+            return
+        except (TypeError, ValueError) as error:
+            yield _Difference("the optimizer's options", "numbers that a rule computes with", error)
             return
         needed = dict.fromkeys(name for rule in rules for name in missing_states(rule, there))
         if needed:

@@ -13,7 +13,7 @@ from infinity_engine.engine.checkpoints.checkpointing import Run
 from infinity_engine.engine.checkpoints.loading import Loads, Overwritten
 from infinity_engine.engine.guards import LEFT_WITH_THE_ENGINE
 from infinity_engine.errors import ConfigError
-from infinity_engine.optim import Segment, rules_of, rules_with
+from infinity_engine.optim import Rule, Segment, check_rules, rules_of
 from infinity_engine.ranks.together import ManyRanks
 
 __all__ = ["load_optimizer_state_dict", "nbytes_of_states", "optimizer_state_dict"]
@@ -57,7 +57,7 @@ def optimizer_state_dict(run: Run, state_of: _StateOf) -> dict[str, Any]:
 
 def load_optimizer_state_dict(run: Run, loads: Loads, state_dict: Mapping[str, Any]) -> int | None:
     """Overwrite moments, step counts and groups; return the largest step count, None where states
-    have none, as SGD's.
+    have none, as SGD's and Lion's.
 
     Where that fails half-way, `loads` knows it.
 
@@ -65,13 +65,6 @@ def load_optimizer_state_dict(run: Run, loads: Loads, state_dict: Mapping[str, A
         ConfigError: it is of an optimizer with other groups or states. Nothing has changed.
         CollectiveError: the ranks were given other states, or another rank failed.
     """
-    updates = state_dict.get(LEFT_WITH_THE_ENGINE)
-    if updates:
-        raise ConfigError(
-            field="state_dict",
-            value=f"one without states, as an engine had those, of {updates} updates",
-            expected="what optimizer_state_dict() of the engine returned, or a plain optimizer's",
-        )
     groups, states = state_dict["param_groups"], state_dict["state"]
     _check_groups(run.optimizer, groups)
     numbers = [number for group in groups for number in group["params"]]
@@ -85,11 +78,9 @@ def load_optimizer_state_dict(run: Run, loads: Loads, state_dict: Mapping[str, A
     before = [dict(group) for group in run.optimizer.param_groups]
     _set_groups(run.optimizer, groups)
     try:
-        rules = rules_with(
-            run.optimizer,
-            states=run.states.state_names,
-            groups=len(run.optimizer.param_groups),
-        )
+        rules = rules_of(run.optimizer)
+        # On all ranks: where one was given other states, none goes on.
+        run.ranks.on_all("checking the optimizer's states", lambda: _check(run, rules, state_dict))
         # PreviousStates reads the `state` of an optimizer and nothing else.
         stand_in = cast(torch.optim.Optimizer, SimpleNamespace(state=given))
         previous = PreviousStates(stand_in, run.trained, rules)
@@ -117,8 +108,22 @@ def load_optimizer_state_dict(run: Run, loads: Loads, state_dict: Mapping[str, A
         )
         for number, made in steps.items():
             run.states.set_steps(number, made)
-    has_counts = not isinstance(run.optimizer, torch.optim.SGD)  # torch counts for all others
-    return max(steps.values(), default=0) if has_counts else None
+    counts = any("step" in state for state in given.values())
+    if not counts and (given or not any(rule.states for rule in rules)):
+        return None
+    return max(steps.values(), default=0)
+
+
+def _check(run: Run, rules: Sequence[Rule], state_dict: Mapping[str, Any]) -> None:
+    """Refuse what an engine left without states, and options that need others than there are."""
+    updates = state_dict.get(LEFT_WITH_THE_ENGINE)
+    if updates:
+        raise ConfigError(
+            field="state_dict",
+            value=f"one without states, as an engine had those, of {updates} updates",
+            expected="what optimizer_state_dict() of the engine returned, or a plain optimizer's",
+        )
+    check_rules(rules, states=run.states.state_names, groups=run.states.groups)
 
 
 def _numbered(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, torch.nn.Parameter]]:
