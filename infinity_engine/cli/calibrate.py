@@ -24,7 +24,7 @@ from rich.text import Text
 from deepnvme.cli.arguments import seconds_argument
 from deepnvme.cli.report import Output
 from infinity_engine.errors import InfinityError
-from infinity_engine.machine.packages import is_torch_new_enough, probe_packages
+from infinity_engine.machine.packages import is_torch_new_enough, probe_packages, require_torch
 from infinity_engine.plan import Calibration, Figure, Unit
 from infinity_engine.units import format_bytes, format_known
 
@@ -123,6 +123,8 @@ def _measured(options: argparse.Namespace) -> tuple[Calibration, Path | None]:
             accelerator = resources.enter_context(open_accelerator(options.accelerator))
             if accelerator.works_beside_host:
                 effort = effort.beside_a_gpu()
+        elif options.accelerator != "auto":
+            require_torch(f"--accelerator {options.accelerator}")
         # The lock of the user's cache: the one below keeps nothing and locks nothing.
         resources.enter_context(cache.alone(waiting))
         measured = calibrated(

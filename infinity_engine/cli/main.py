@@ -50,7 +50,9 @@ _COMMANDS: Mapping[str, str] = MappingProxyType(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (by default this process's) and return the exit status."""
+    """Run the command line `argv` (by default this process's) and return the exit status: 130 for
+    Ctrl-C.
+    """
     parser = argparse.ArgumentParser(prog="infinity", description="Train models that do not fit.")
     parser.add_argument("--version", action="version", version=f"infinity {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

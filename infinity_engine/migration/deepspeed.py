@@ -109,17 +109,19 @@ class Migration:
             )
 
 
-def read_json(path: str | os.PathLike[str]) -> Mapping[str, Any]:
-    """Return the mapping in a JSON file.
+def read_json(path: str | os.PathLike[str], *, is_finite: bool = True) -> Mapping[str, Any]:
+    """Return the mapping in a JSON file, in which all numbers are finite unless that is not asked.
 
     Raises:
-        ConfigError: it cannot be read, or holds no JSON object.
+        ConfigError: it cannot be read, or holds no such JSON object.
     """
     expected = "a file with a JSON object"
     try:
-        found = json.loads(
-            Path(path).read_text(), parse_constant=_no_number, parse_float=_finite_number
-        )
+        text = Path(path).read_text()
+        if is_finite:
+            found = json.loads(text, parse_constant=_no_number, parse_float=_finite_number)
+        else:
+            found = json.loads(text)
     except OSError as error:
         raise ConfigError(
             field="config", value=os.fspath(path), expected=f"{expected}: {error.strerror}"

@@ -123,7 +123,10 @@ class _Run:
             _check_same(earlier, self._deciding(known_as))
         with directory.opened() as records:
             if directory.weights.exists():
-                self._listener.on_note("This run has ended before: its weights are there")
+                said = "This run has ended before: its weights are there"
+                if settings.export_dtype is not None:
+                    said += ", as they were written; `infinity checkpoint export` writes others"
+                self._listener.on_note(said)
                 return directory.weights
             samples = self._prepared(tokenizer, known_as)
             steps = _steps(settings, len(samples))

@@ -116,7 +116,7 @@ LARGE_HEAD = {"hidden_size": 512, "intermediate_size": 4096, "vocab_size": 32000
         (DEEP, 280, 0, {}, '{"activations": {"at": "host"}} in the file of --config'),
         (DEEP, 280, 8 << 30, {}, '{"activations": {"at": "nvme"}} in the file of --config'),
         (LARGE_HEAD, 64, 0, {}, '{"tiling": "auto"} in the file of --config'),
-        (WIDE, 900, 0, {"strategy": "device_only"}, 'without --strategy or the "strategy" of'),
+        (WIDE, 900, 0, {"strategy": "device_only"}, "--strategy auto"),
     ],
 )
 def test_a_refusal_offers_only_options_of_this_command(
@@ -376,12 +376,13 @@ def test_the_plan_has_the_loss_of_the_training(
         (("MODEL", "TEXT", "--strategy", "fastest"), "error: --strategy: expected one of"),
         (("MODEL", "TEXT", "--strategy", "{"), "--strategy: expected a name, or JSON"),
         (("MODEL", "TEXT", "--config", "none.json"), "--config: expected a file with a JSON"),
-        (("MODEL", "TEXT", "--config", "wrong.json"), "error: strategie"),
+        (("MODEL", "TEXT", "--config", "wrong.json"), "error: --config: strategie"),
         (("MODEL", "TEXT", "--config", "ds.json"), "`infinity migrate ds.json` prints what"),
         (("MODEL", "TEXT", "--config", "off.json"), 'telemetry.recording: expected "timeline"'),
-        (("MODEL", "TEXT", "--config", "budget.json"), "budget"),
-        (("MODEL", "TEXT", "--config", "drives.json", "--nvme", "."), "nvme"),
-        (("MODEL", "TEXT", "--config", "storage.json", "--tbw", "600TB"), "storage"),
+        (("MODEL", "TEXT", "--config", "budget.json"), "error: --config: budget: expected"),
+        (("MODEL", "TEXT", "--config", "drives.json", "--nvme", "."), "error: --config: budget.nvme"),
+        (("MODEL", "TEXT", "--config", "storage.json", "--tbw", "6TB"), "error: --config: storage:"),
+        (("MODEL", "TEXT", "--config", "wrong.json", "--strategy", "auto"), "--config: strategie"),
         (("MODEL", "TEXT", "--config", "deep.json"), "--config: expected a file with a JSON"),
         (("MODEL", "TEXT", "--config", "nan.json"), "--config: expected a file with a JSON"),
         (("MODEL", "TEXT", "--save-every", "soon"), "--save-every: expected"),
@@ -582,3 +583,10 @@ def test_a_training_is_planned_with_the_layers_that_the_engine_cuts(
     )
 
     assert (whole.fits, cut.fits) == (False, True)
+
+
+def test_a_config_of_a_model_may_have_an_infinity(tmp_path: Path) -> None:
+    config = '{"max_position_embeddings": 64, "time_step_limit": [0.0, Infinity]}'
+    (tmp_path / "config.json").write_text(config)
+
+    assert command._most_tokens(tmp_path) == 64

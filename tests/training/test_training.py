@@ -242,6 +242,8 @@ def test_a_run_that_has_ended_is_left_as_it_is(whole: Path, model: Path, text: P
 
     assert again.steps == []
     assert again.notes == ["This run has ended before: its weights are there"]
+    other = train_it(settings_of(model, whole, text, resume=True, export_dtype="bfloat16"))
+    assert "`infinity checkpoint export` writes others" in other.notes[0]
     assert (whole / "records.jsonl").read_bytes() == before
 
 

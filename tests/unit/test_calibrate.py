@@ -42,7 +42,7 @@ from infinity_engine.calibration.host import RULES, HostPoint, HostUpdates, name
 from infinity_engine.calibration.links import Links, measure_links
 from infinity_engine.calibration.own_work import measure_lease
 from infinity_engine.cli.main import main
-from infinity_engine.errors import ConfigError
+from infinity_engine.errors import ConfigError, MissingDependencyError
 from infinity_engine.optim import SGD, AdamW, HostKernels, SummedMemory, Sums, Update
 from infinity_engine.plan import BlockShape, Calibration, Figure, Rates, Unit
 from infinity_engine.schedule import ResidentSet
@@ -890,3 +890,18 @@ def test_a_block_that_runs_again_ends_before_its_last_product(
 
     assert saved == block._saved
     assert len(products) == 3  # of four
+
+
+def test_a_device_that_was_asked_for_is_not_left_out_without_torch(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def absent(needed_by: str) -> None:
+        raise MissingDependencyError(
+            needed_by=needed_by, package="PyTorch", found=None, extra="torch"
+        )
+
+    monkeypatch.setattr("infinity_engine.cli.calibrate.is_torch_new_enough", lambda _: False)
+    monkeypatch.setattr("infinity_engine.cli.calibrate.require_torch", absent)
+
+    assert main(["calibrate", "--quick", "--seconds", "0.1", "--accelerator", "cpu"]) == 1
+    assert "--accelerator cpu" in capsys.readouterr().err

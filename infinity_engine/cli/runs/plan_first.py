@@ -43,9 +43,6 @@ _OPTIONS_OF_TRAIN = MappingProxyType(
     {
         "--accumulation": "--accumulation-steps",
         "--tiling auto": '{"tiling": "auto"} in the file of --config',
-        # The option's "auto" leaves what the file says.
-        "--strategy auto": 'without --strategy or the "strategy" of --config',
-        "--parameters auto": 'without --parameters or the "parameters" of --config',
         "no --subgroup": 'without the "subgroup_numel" of --config',
     }
 )

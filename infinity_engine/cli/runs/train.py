@@ -247,11 +247,12 @@ def run(options: argparse.Namespace) -> int:
     except ConfigError as error:
         print(f"infinity train: error: {_in_words(error, options)}", file=sys.stderr)
         return 2
-    except BrokenPipeError:
-        raise  # which main() knows
-    except KeyboardInterrupt:
+    except (BrokenPipeError, KeyboardInterrupt) as end:
+        said = "its output has no reader" if isinstance(end, BrokenPipeError) else "interrupted"
         resume = f"go on with --resume --run {options.run_directory}"
-        print(f"\ninfinity train: interrupted; {resume}", file=sys.stderr)
+        print(f"\ninfinity train: {said}; {resume}", file=sys.stderr)
+        if isinstance(end, BrokenPipeError):
+            raise  # which main() knows
         return _INTERRUPTED
     except (InfinityError, FloatingPointError, OSError, RuntimeError) as error:
         print(f"infinity train: error: {error}", file=sys.stderr)
@@ -345,7 +346,7 @@ def _settings(options: argparse.Namespace, in_file: int | None) -> TrainingSetti
 
 def _most_tokens(model: Path) -> int:
     """Return the tokens that the model has positions for."""
-    config = read_json(model / "config.json")
+    config = read_json(model / "config.json", is_finite=False)  # some have an Infinity
     known = [config.get(name) for name in ("max_position_embeddings", "n_positions")]
     return min([TOKENS, *(most for most in known if isinstance(most, int) and most > 0)])
 
@@ -363,7 +364,10 @@ def _engine(options: argparse.Namespace) -> dict[str, Any]:
             f"{options.config}` prints what takes their place"
         )
         raise ConfigError(field="--config", value=str(options.config), expected=expected)
-    EngineConfig.from_mapping(given)  # checked before its sections are read
+    try:
+        EngineConfig.from_mapping(given)  # before its sections are read
+    except ConfigError as error:
+        raise replace(error, field=f"--config: {error.field}") from error
     budget = dict(given.get("budget") or {})
     for name, size in given_in(options, "device", "host").items():
         budget[name] = size_of(size, f"--{name}")
