@@ -129,7 +129,7 @@ class FileObject(io.BufferedIOBase):
         self._begin_reading()
         start = self._position
         try:
-            return self._fill(memoryview(buffer).cast("B"))
+            return self._fill(_bytes_of(buffer))
         except BaseException:
             self._position = start
             raise
@@ -206,7 +206,7 @@ class FileObject(io.BufferedIOBase):
             self._position = self._end
         # What was read ahead would hold the old bytes.
         self._reader.forget()
-        memory = memoryview(data).cast("B")
+        memory = _bytes_of(data)
         if memory.nbytes >= self._block_bytes:
             self._writer.flush()
             # Waits: the caller may change `data` as soon as this returns.
@@ -248,7 +248,7 @@ class FileObject(io.BufferedIOBase):
         self._refuse_unless_writable()
         self._writer.flush()
         self._reader.forget()
-        nbytes = self._position if size is None else size
+        nbytes = self._position if size is None else operator.index(size)
         self._file.truncate(nbytes)
         if self._end is not None:
             self._end = nbytes
@@ -607,3 +607,9 @@ def _instead_of(buffer: memoryview) -> memoryview:
     """
     new: memoryview = empty("U8", (buffer.nbytes,), Returns.BYTES)
     return new
+
+
+def _bytes_of(data: Any) -> memoryview:
+    memory = memoryview(data)
+    # Python casts no shape with a zero in it.
+    return memory.cast("B") if memory.nbytes else memoryview(bytearray())

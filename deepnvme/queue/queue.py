@@ -923,6 +923,10 @@ def _pieces_of(
     return numbers, Memory(0, sum(sizes), holder)
 
 
+class _NoTextError(OSError, ValueError):
+    """A path that is no text: a wrong argument, and a file that cannot be reached."""
+
+
 def _path_of(path: Any) -> str:
     """Return a path as text, from what `os` takes for one."""
     text = os.fsdecode(path)
@@ -931,9 +935,10 @@ def _path_of(path: Any) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError(
+        raise _NoTextError(
+            errno.EILSEQ,
             f"a path must be text in UTF-8, got {path!r}: rename the file, or reach it by a link "
-            "of another name"
+            "of another name",
         ) from None
     return text
 

@@ -7,6 +7,7 @@ carries it out together with others. Called by `StoreThreads`, from any thread.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -16,6 +17,7 @@ from concurrent.futures._base import FINISHED, PENDING, RUNNING
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
+from deepnvme.errors import ForkedError
 from deepnvme.queue.future import OneStepLock, wake_loops
 from deepnvme.queue.pending import report_escaped
 
@@ -48,6 +50,7 @@ class StoreFuture(Future[_T]):
         self._done_callbacks: list[Any] = []
         self._sleepers: list[threading.Lock] = []
         self._awaiting: list[asyncio.Future[None]] = []
+        self._owner = os.getpid()
 
     def cancel(self) -> bool:
         """Take the operation back if no thread has begun it; return whether that was so."""
@@ -60,6 +63,9 @@ class StoreFuture(Future[_T]):
     def result(self, timeout: float | None = None) -> _T:
         """Wait for the end, at most `timeout` seconds; return the result or raise the operation's
         error.
+
+        Raises:
+            ForkedError: it goes on in the process that this one was forked from.
         """
         left = self._sleep(timeout)
         if self._state == FINISHED and self._exception is None:
@@ -78,6 +84,7 @@ class StoreFuture(Future[_T]):
         import asyncio  # costs a third of importing this package; a program that awaits has it
 
         while self._state in _UNDER_WAY:
+            self._refuse_in_child()
             waiting = asyncio.get_running_loop().create_future()
             self._awaiting.append(waiting)
             try:
@@ -93,6 +100,7 @@ class StoreFuture(Future[_T]):
         """Wait for the end, or until the time is up; return what is left of it."""
         if self._state not in _UNDER_WAY:
             return timeout
+        self._refuse_in_child()
         deadline = None if timeout is None else time.monotonic() + timeout
         sleeper = threading.Lock()
         sleeper.acquire()
@@ -105,6 +113,13 @@ class StoreFuture(Future[_T]):
         finally:
             self._sleepers.remove(sleeper)
         return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+    def _refuse_in_child(self) -> None:
+        if os.getpid() != self._owner:
+            raise ForkedError(
+                f"this operation goes on in process {self._owner}; a forked child opens a store of "
+                "its own"
+            )
 
     def _invoke_callbacks(self) -> None:  # Future calls it at every end, cancellation included
         for sleeper in tuple(self._sleepers):

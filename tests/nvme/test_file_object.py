@@ -1050,3 +1050,21 @@ def test_a_forked_child_is_refused_its_parents_file_object(tmp_path: Path) -> No
 
     assert printed.split() == ["refused"] * 7 + ["0"]
     assert (tmp_path / "f").read_bytes() == b"abc--"
+
+
+def test_empty_arrays_of_any_shape_are_written_and_read(tmp_path: Path) -> None:
+    with opened(tmp_path / "f", "wb") as file:
+        assert file.write(np.empty((0, 3))) == 0
+        file.write(b"content")
+    with opened(tmp_path / "f", "rb") as file:
+        assert file.readinto(np.empty((2, 0))) == 0
+        assert file.read() == b"content"
+
+
+def test_a_size_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    with opened(tmp_path / "f", "ab") as file:
+        file.write(b"content")
+        with pytest.raises(TypeError):
+            file.truncate("1MiB")
+        file.write(b" and more")
+    assert (tmp_path / "f").read_bytes() == b"content and more"

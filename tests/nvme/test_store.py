@@ -2213,3 +2213,37 @@ def test_a_tree_that_is_changed_after_it_was_put_does_not_change_the_store(
     store.put_tree("state", structure)
     structure["nonsense"] = None
     assert list(store.get_state("state")) == ["w"]
+
+
+FORKED_FUTURE = """
+import os, sys, threading
+from deepnvme import ForkedError
+from deepnvme.store.store import TensorStore
+
+store = TensorStore.create([sys.argv[1]], 1 << 20)
+go = threading.Event()
+under_way = store._threads.read(go.wait)
+child = os.fork()
+if not child:
+    try:
+        under_way.result(60)
+    except ForkedError as error:
+        os._exit(0 if str(os.getppid()) in str(error) else 2)
+    os._exit(1)
+status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+go.set()
+assert under_way.result(60)
+store.close()
+sys.exit(status)
+"""
+
+
+def test_what_goes_on_in_the_parent_is_not_waited_for_in_a_child(tmp_path: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", FORKED_FUTURE, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr

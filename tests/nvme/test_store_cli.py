@@ -210,6 +210,21 @@ def test_what_is_no_place_of_tensors_is_one_line_that_says_what_to_do(
     assert not (tmp_path / "copy").exists()
 
 
+def test_a_file_with_a_name_that_is_no_text_is_not_called_damaged(tmp_path: Path) -> None:
+    odd = tmp_path / os.fsdecode(b"caf\xe9.safetensors")
+    odd.touch()
+
+    done = subprocess.run(
+        [sys.executable, "-m", "deepnvme", "verify", odd],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "not verified: a path must be text in UTF-8" in done.stderr
+
+
 WITHOUT_RIGHTS = """
 import os, sys
 from deepnvme.cli import main
