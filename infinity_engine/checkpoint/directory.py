@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from deepnvme.volume.syncing import sync_directory, sync_file
-from infinity_engine.checkpoint.manifest import MANIFEST, Manifest, encode, parse
+from infinity_engine.checkpoint.manifest import MANIFEST, MOST_BYTES, Manifest, encode, parse
 from infinity_engine.errors import (
     CheckpointError,
     ConfigError,
@@ -36,7 +36,6 @@ _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _UNFINISHED = re.compile(rf"\.{_TAG.pattern}\.(writing|removing)")
 # More than any tag has, so a damaged `latest` of any length costs nothing.
 _MOST_TAG_BYTES = 256
-_MOST_MANIFEST_BYTES = 256 << 20  # checksums of 32 TiB
 # How long a save waits for another one that begins or commits in the same directory: longer than
 # either takes. After that it goes on, as one that was stopped must not stop all others.
 _TURN_S, _POLL_S = 30.0, 0.01
@@ -66,9 +65,9 @@ class CheckpointDirectory:
         try:
             found = [
                 entry
-                # The file `latest` has a name that a tag could have, but it is no directory.
+                # `latest` has a name that a tag could have.
                 for entry in self.path.iterdir()
-                if _TAG.fullmatch(entry.name) and _is_whole(entry)
+                if _TAG.fullmatch(entry.name) and entry.name != LATEST and _is_whole(entry)
             ]
         except FileNotFoundError:
             return []
@@ -209,6 +208,13 @@ class CheckpointDirectory:
         check(draft)
         # In one turn: another save neither replaces the new pointer nor removes it as a leftover.
         with self._turn():
+            latest = self.path / LATEST
+            if latest.is_dir() and not latest.is_symlink():
+                raise ConfigError(
+                    field="path",
+                    value=str(latest),
+                    expected="a file, or nothing: move this directory away",
+                )
             # Written before the rename, so that a full drive refuses here, and not half-way.
             pointer = self._pointer_to(tag) if is_newest() else None
             # The commit. A kill before it leaves a draft for the next save to remove.
@@ -326,14 +332,14 @@ def read_manifest(path: Path) -> Manifest:
             os.fdopen(os.dup(descriptor), "rb") as file,
         ):
             # One byte more than allowed tells a longer file from one of just this length.
-            data = file.read(_MOST_MANIFEST_BYTES + 1)
+            data = file.read(MOST_BYTES + 1)
     except FileNotFoundError:
         raise IncompleteCheckpoint(path=str(path), missing=(MANIFEST,)) from None
     except OSError as problem:
         raise DamagedCheckpoint(path=str(path), entry=MANIFEST, flaw=str(problem)) from None
-    if len(data) > _MOST_MANIFEST_BYTES:
+    if len(data) > MOST_BYTES:
         raise DamagedCheckpoint(
-            path=str(path), entry=MANIFEST, flaw=f"it has more than {_MOST_MANIFEST_BYTES} B"
+            path=str(path), entry=MANIFEST, flaw=f"it has more than {MOST_BYTES} B"
         )
     try:
         return parse(data)

@@ -18,6 +18,7 @@ from typing import Any
 from deepnvme.memory.arrays import ITEMSIZES, MAX_DIMENSIONS
 from deepnvme.volume.framing import as_json, framed_json, shown, strict_json, unframed
 from infinity_engine.checkpoint.streams import SavedStream
+from infinity_engine.errors import ConfigError
 
 __all__ = [
     "BLOCK_BYTES",
@@ -47,6 +48,8 @@ _STREAM = re.compile(r"[a-z0-9_]{1,64}")
 _CHECKSUM, _CHECKSUM_DIGITS = "I", 8  # the code of `array` for 4 bytes
 _CRC = re.compile(r"[0-9a-f]{8}")
 _MOST_PARTS = 10_000_000
+MOST_BYTES = 256 << 20
+"""Of a manifest: checksums of 32 TiB."""
 
 
 class Kind(Enum):
@@ -140,7 +143,11 @@ class Manifest:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """Return the bytes of a manifest."""
+    """Return the bytes of a manifest.
+
+    Raises:
+        ConfigError: it has more parts, or bytes, than are read.
+    """
     version = _SOME_LEFT_OUT if manifest.left_out else _ALL_THERE
     content = {
         "tag": manifest.tag,
@@ -159,7 +166,21 @@ def encode(manifest: Manifest) -> bytes:
         "run": dict(manifest.run),
         "objects": dict(manifest.objects),
     }
-    return framed_json(_KIND, version, as_json(content))
+    data = framed_json(_KIND, version, as_json(content))
+    for found, most, what in ((_parts(data), _MOST_PARTS, "parts"), (len(data), MOST_BYTES, "B")):
+        if found > most:
+            raise ConfigError(
+                field="state dicts that are saved",
+                value=f"{found:,} {what} of JSON",
+                expected=f"at most {most:,}, as no more are read: keep long lists of numbers in "
+                "tensors or arrays",
+            )
+    return data
+
+
+def _parts(data: bytes) -> int:
+    """Return how many parts a JSON text has at least: its texts may hold these characters too."""
+    return sum(map(data.count, (b",", b"[", b"{")))
 
 
 def _as_json(tensor: SavedTensor, version: int) -> Mapping[str, object]:
@@ -195,8 +216,7 @@ def parse(data: bytes) -> Manifest:
     payload, rest = unframed(_KIND, version, data)
     if rest:
         raise ValueError(f"{len(rest)} B follow the manifest, expected none")
-    # Texts may hold these characters too, so this is at least the number of parts.
-    parts = sum(map(payload.count, (b",", b"[", b"{")))
+    parts = _parts(payload)
     if parts > _MOST_PARTS:  # each becomes an object: a few bytes here, some hundred in memory
         raise ValueError(f"its JSON has {parts} parts, of which at most {_MOST_PARTS} are read")
     try:
@@ -235,6 +255,9 @@ def parse(data: bytes) -> Manifest:
     _check_unique(
         (name for tensor in manifest.tensors for name in (tensor.name, *tensor.aliases)), "tensors"
     )
+    missing = manifest.objects.keys() - {file.name for file in manifest.files}
+    if missing:
+        raise ValueError(f"objects has {shown(min(missing))}, which is none of its files")
     return manifest
 
 

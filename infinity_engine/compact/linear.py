@@ -7,8 +7,8 @@ others. Its state dict has bitsandbytes' names and layout for 4 bits.
 from __future__ import annotations
 
 import json
-from collections.abc import MutableMapping
-from typing import Any
+from collections.abc import Callable, MutableMapping
+from typing import Any, ClassVar
 
 import torch
 from torch.nn import functional
@@ -38,6 +38,9 @@ class CompactLinear(torch.nn.Linear):
     `torch.nn.Linear`; they cannot be merged into it.
     """
 
+    in_fp32: ClassVar = ("scale", "values")
+    """Parameters that no precision casts."""
+
     def __init__(
         self,
         in_features: int,
@@ -53,8 +56,8 @@ class CompactLinear(torch.nn.Linear):
         if not kind.fits(numel):
             raise ConfigError(
                 field="kind",
-                value=f"nf4 for a weight of {numel} elements",
-                expected=f"a multiple of {NF4_BLOCK} elements; int8 takes any",
+                value=f"{kind.value} for a weight of {numel} elements",
+                expected=f"a multiple of {NF4_BLOCK} elements for nf4, one or more for int8",
             )
         if kind is CompactKind.INT8:
             weight = torch.zeros(out_features, in_features, dtype=torch.int8)
@@ -76,6 +79,17 @@ class CompactLinear(torch.nn.Linear):
             made.weight.copy_(weight)
             made.scale.copy_(scale)
         return made.to(layer.weight.device).train(layer.training)
+
+    def _apply(
+        self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+    ) -> CompactLinear:
+        """Move the layer; its scales and values stay in fp32, whatever the model is cast to."""
+        kept = [(parameter, parameter.data) for parameter in (self.scale, self.values)]
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch has no annotations
+        for parameter, before in kept:
+            if parameter.dtype is not before.dtype:
+                parameter.data = before.to(parameter.device)
+        return self
 
     def expanded(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the weight in floating point."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -24,9 +24,9 @@ def compact_linears(
     """Keep the weights of a model's linear layers in 8 or 4 bits; return their paths.
 
     Only modules of exactly the class `torch.nn.Linear` are replaced, and none that `skip` names by
-    path or last name, that a model of Transformers keeps in fp32, that shares its weight, or whose
-    weight has a number of elements that the kind cannot have. One weight at a time is in memory in
-    both forms. Call it before peft adds adapters, and before `initialize`.
+    path or last name, that a model of Transformers keeps in fp32, that shares its weight, that has
+    hooks, or whose weight has a number of elements that the kind cannot have. One weight at a time
+    is in memory in both forms. Call it before peft adds adapters, and before `initialize`.
 
     Raises:
         ConfigError: the kind is unknown, or there is no such layer.
@@ -47,16 +47,39 @@ def compact_linears(
         and holders[id(module.weight)] == 1
         and not {path, path.rpartition(".")[2]} & set(skip)
         and not kept & set(path.split("."))
+        and not _has_hooks(module)
         and chosen.fits(module.weight.numel())
     ]
     if not names:
         raise no_such_layers(chosen, model)
+    places = _places(model)
     for path in names:
-        parent, _, name = path.rpartition(".")
         layer = model.get_submodule(path)
         assert isinstance(layer, torch.nn.Linear), "it was looked at above"
-        model.get_submodule(parent).add_module(name, CompactLinear.of(layer, chosen))
+        made = CompactLinear.of(layer, chosen)
+        for parent, name in places[id(layer)]:
+            parent.add_module(name, made)
     return tuple(names)
+
+
+def _has_hooks(module: torch.nn.Module) -> bool:
+    return any(
+        (
+            module._forward_hooks,
+            module._forward_pre_hooks,
+            module._backward_hooks,
+            module._backward_pre_hooks,
+        )
+    )
+
+
+def _places(model: torch.nn.Module) -> Mapping[int, list[tuple[torch.nn.Module, str]]]:
+    """Return the places of each module, by its id, as parents and names: it may have several."""
+    places: dict[int, list[tuple[torch.nn.Module, str]]] = {}
+    for parent in model.modules():
+        for name, child in parent._modules.items():
+            places.setdefault(id(child), []).append((parent, name))
+    return places
 
 
 def no_such_layers(kind: CompactKind, model: torch.nn.Module) -> ConfigError:
@@ -77,11 +100,13 @@ def expand_linears(model: torch.nn.Module, dtype: torch.dtype) -> tuple[str, ...
     when no engine has the model.
     """
     names = [path for path, module in model.named_modules() if isinstance(module, CompactLinear)]
+    places = _places(model)
     for path in names:
         layer = model.get_submodule(path)
         assert isinstance(layer, CompactLinear), "it was looked at above"
-        parent, _, name = path.rpartition(".")
-        model.get_submodule(parent).add_module(name, layer.as_linear(dtype))
+        made = layer.as_linear(dtype)
+        for parent, name in places[id(layer)]:
+            parent.add_module(name, made)
     # Transformers saves `quantization_config` with the model, and would load it as compact.
     for module in model.modules():
         config: Any = getattr(module, "config", None)

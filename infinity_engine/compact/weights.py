@@ -68,7 +68,7 @@ class CompactKind(Enum):
 
     def fits(self, numel: int) -> bool:
         """Tell whether a weight of this many elements can be kept so."""
-        return self is not CompactKind.NF4 or numel % NF4_BLOCK == 0
+        return numel > 0 and (self is not CompactKind.NF4 or numel % NF4_BLOCK == 0)
 
 
 def nf4_values() -> torch.Tensor:
@@ -95,6 +95,7 @@ def expanded(
 
     `values` are the 16 of four bits. Computed in fp32 and rounded once, whatever the dtype.
     """
+    scale, values = scale.float(), values.float()  # the host's kernels read these as fp32
     in_8_bits = weight.dtype is torch.int8
     shape = weight.shape if in_8_bits else (scale.numel(), NF4_BLOCK)
     found = torch.empty(shape, dtype=dtype, device=weight.device)

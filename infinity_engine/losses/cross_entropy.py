@@ -280,7 +280,7 @@ class _LossCall:
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         dtype = dtype or hidden.dtype
         wide = torch.float64 if dtype is torch.float64 else torch.float32
-        flat = labels.detach().to(hidden.device).reshape(-1)
+        flat = labels.detach().to(hidden.device).reshape(-1).long()  # bytes have no -100
         counts = flat != token_loss.ignore_index
         rows = counts.nonzero().squeeze(1)
         _check_labels(flat[rows], entries)
@@ -298,7 +298,7 @@ class _LossCall:
         return cls(
             hidden=hidden.detach().reshape(-1, features),
             rows=None if len(rows) == len(flat) else rows,
-            labels=flat[rows].long(),
+            labels=flat[rows],
             weights=weights,
             token_loss=token_loss,
             divisor=divisor,

@@ -280,6 +280,8 @@ def _check_loss(model: torch.nn.Module, is_decoder: bool) -> None:
 
 def _transform_of(model: torch.nn.Module, config: Any) -> dict[str, Any]:
     """Return scale and soft cap as a model's configuration has them."""
+    inner = getattr(config, "get_text_config", None)  # of models of several kinds of input
+    config = config if inner is None else inner()
     cap = getattr(config, "final_logit_softcapping", None)
     divisor = getattr(config, "logits_scaling", None)  # Granite
     factor = getattr(model, "logit_scale", None)  # Cohere; of CLIP, it is a parameter

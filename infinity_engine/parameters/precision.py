@@ -50,12 +50,16 @@ def dtypes_of(model: torch.nn.Module, precision: Precision) -> Mapping[int, torc
     asked = asked_dtype(precision)
     if asked is None:
         return {id(parameter): parameter.dtype for parameter in parameters}
-    kept: set[int] = set()
+    kept = {
+        id(getattr(module, name))
+        for module in model.modules()
+        for name in getattr(module, "in_fp32", ())
+    }
     if asked in _16_BIT:
         # A model that has 16-bit parameters already was mixed on purpose: its fp32 ones stay.
         is_mixed = any(parameter.dtype in _16_BIT for parameter in parameters)
         on_purpose = parameters if is_mixed else _beside_statistics(model)
-        kept = {id(parameter) for parameter in on_purpose if parameter.dtype == torch.float32}
+        kept |= {id(parameter) for parameter in on_purpose if parameter.dtype == torch.float32}
     return {
         id(parameter): asked
         if parameter.dtype in _CAST and id(parameter) not in kept

@@ -193,6 +193,9 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], object]] = {
     "a list for an object": lambda m: m.update(tensors={}),
     "another shape": lambda m: m["tensors"][0].update(shape=[7]),
     "another stream dtype": lambda m: m["tensors"][0]["streams"].update(master="F64"),
+    "objects in a file that is nowhere": lambda m: m["objects"].update(
+        {"objects-00000.safetensors": {}}
+    ),
     "a parameter that is nowhere": lambda m: m["tensors"].append(
         {**m["tensors"][0], "name": "more"}
     ),

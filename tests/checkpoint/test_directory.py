@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -297,3 +298,13 @@ def test_a_full_drive_fails_the_save_and_keeps_what_was_committed(tmp_path: Path
             assert directory.tags() == ["one", "three"]
     except DiskUnavailableError as reason:
         pytest.skip(str(reason))
+
+
+def test_a_directory_called_latest_refuses_a_save_before_it_is_there(tmp_path: Path) -> None:
+    save(tmp_path, "a", PARAMETERS, values_of(PARAMETERS, 1))
+    (tmp_path / "latest").unlink()
+    shutil.copytree(tmp_path / "a", tmp_path / "latest")
+
+    with pytest.raises(ConfigError, match="move this directory away"):
+        save(tmp_path, "b", PARAMETERS, values_of(PARAMETERS, 2))
+    assert CheckpointDirectory(tmp_path).tags() == ["a"]

@@ -15,7 +15,13 @@ import torch
 from torch import nn
 
 import infinity_engine
-from infinity_engine.compact import CompactKind, CompactLinear, compact_linears, weights
+from infinity_engine.compact import (
+    CompactKind,
+    CompactLinear,
+    compact_linears,
+    expand_linears,
+    weights,
+)
 from infinity_engine.compact.weights import compacted
 from infinity_engine.errors import ConfigError
 from support.nvme_training import RATES, emulated
@@ -360,3 +366,74 @@ def test_the_base_stays_compact_on_drives(tmp_path: Path) -> None:
         packed = [known for known in engine._known.values() if known.parameter.dtype is torch.uint8]
         assert len(packed) == 6
         assert all(known.on_drives and known.nbytes == 64 * 128 // 2 for known in packed)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_that_is_cast_keeps_its_scales(kind: CompactKind, dtype: torch.dtype) -> None:
+    compact = CompactLinear.of(layer(), kind)
+    expected = compact.expanded(dtype)
+    scale = compact.scale
+
+    compact.to(dtype)
+
+    assert compact.scale is scale
+    assert (compact.scale.dtype, compact.bias.dtype) == (torch.float32, dtype)
+    assert torch.equal(compact.expanded(dtype), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scales_of_16_bits_are_read_as_what_they_are(kind: CompactKind) -> None:
+    compact = CompactLinear.of(layer(), kind)
+    compact.scale.data = compact.scale.data.bfloat16()
+    compact.values.data = compact.values.data.bfloat16()
+    given = compact.weight, compact.scale.float(), compact.values.float()
+
+    found = compact.expanded(torch.bfloat16)
+
+    assert torch.equal(found, weights.expanded(*given, torch.bfloat16).view_as(found))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16_autocast"])
+def test_no_precision_casts_scales(precision: str) -> None:
+    model = nn.Sequential(layer(), nn.Linear(32, 4))
+    compact_linears(model, "nf4", skip=("1",))
+    compact = model[0]
+    assert isinstance(compact, CompactLinear)
+    expected = compact.expanded(torch.float32)
+
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    with infinity_engine.initialize(
+        model, optimizer, budget={"host": "64MiB"}, accelerator="cpu", precision=precision
+    ) as engine:
+        engine(torch.randn(2, 64, dtype=model[1].weight.dtype))
+        assert compact.scale.dtype is torch.float32
+        assert torch.equal(compact.expanded(torch.float32), expected)
+
+
+def test_a_layer_in_two_places_stays_one() -> None:
+    shared = layer()
+    model = nn.Sequential(shared, nn.Linear(32, 64), shared)
+
+    assert compact_linears(model, "int8", skip=("1",)) == ("0",)
+    assert isinstance(model[0], CompactLinear)
+    assert model[2] is model[0]
+    expand_linears(model, torch.float32)
+    assert type(model[0]) is nn.Linear
+    assert model[2] is model[0]
+
+
+def test_a_layer_with_hooks_is_left_as_it_is() -> None:
+    model = nn.Sequential(layer(), nn.Linear(32, 64))
+    model[0].register_forward_hook(lambda *_: None)
+
+    assert compact_linears(model, "int8") == ("1",)
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_without_elements_is_left_as_it_is(kind: CompactKind) -> None:
+    model = nn.Sequential(nn.Linear(64, 0), nn.Linear(0, 64), layer())
+
+    assert compact_linears(model, kind) == ("2",)
+    assert model(torch.randn(2, 64)[:, :64]).shape == (2, 32)

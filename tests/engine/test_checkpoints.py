@@ -698,3 +698,61 @@ def test_another_optimizer_is_refused_or_listed(
         assert [difference for difference in loaded.mismatched if said[:13] in difference]
         assert [group["lr"] for group in other.param_groups] == before
         one_step(engine)
+
+
+class Coded(torch.nn.Module):
+    """A layer, and frozen codes of some dtype."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 4)
+        codes = torch.full((4, 4), 3, dtype=dtype) / (2 if dtype.is_floating_point else 1)
+        self.codes = torch.nn.Parameter(codes.to(dtype), requires_grad=False)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layer(values)
+        return found
+
+
+@pytest.mark.parametrize(
+    ("saved", "found"), [(torch.float32, torch.int8), (torch.int8, torch.float32)]
+)
+def test_frozen_parameters_of_another_kind_of_numbers_are_refused(
+    tmp_path: Path, saved: torch.dtype, found: torch.dtype
+) -> None:
+    def engine_of(dtype: torch.dtype) -> Engine:
+        model = Coded(dtype)
+        optimizer = torch.optim.AdamW(model.layer.parameters())
+        return infinity_engine.initialize(
+            model, optimizer, budget={"host": "64MiB"}, accelerator="cpu"
+        )
+
+    with engine_of(saved) as engine:
+        engine.save(tmp_path)
+    with engine_of(found) as engine:
+        before = engine.state_dict()["codes"].clone()
+        with pytest.raises(ManifestMismatch, match="a parameter of"):
+            engine.load(tmp_path)
+        [difference] = engine.load(tmp_path, strict=False).mismatched
+        assert difference.startswith("codes: expected a parameter of")
+        assert torch.equal(engine.state_dict()["codes"], before)
+
+
+def test_state_that_could_not_be_read_again_is_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infinity_engine.checkpoint.manifest._MOST_PARTS", 1000)
+
+    class Sampler:
+        def state_dict(self) -> dict[str, object]:
+            return {"order": list(range(2000))}
+
+        def load_state_dict(self, state: object) -> None: ...
+
+    _, _, engine = small()
+    with engine:
+        with pytest.raises(ConfigError, match="tensors or arrays"):
+            engine.save(tmp_path, extra={"sampler": Sampler()})
+        assert engine.resume(tmp_path) is False
+        engine.save(tmp_path)
+        assert engine.resume(tmp_path)

@@ -484,3 +484,14 @@ def test_another_module_as_head_is_refused() -> None:
         chunked_cross_entropy(
             given["hidden"], TiledLinear(FEATURES, VOCABULARY, input_tiles=2), given["labels"]
         )
+
+
+def test_labels_of_a_byte_count_like_others() -> None:
+    torch.manual_seed(0)
+    hidden, head = torch.randn(256, 8), torch.randn(256, 8)
+    labels = torch.arange(256, dtype=torch.uint8)
+
+    found = chunked_cross_entropy(hidden, head, labels)
+
+    expected = torch.nn.functional.cross_entropy(hidden @ head.T, labels.long())
+    torch.testing.assert_close(found, expected)

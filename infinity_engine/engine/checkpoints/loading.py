@@ -267,11 +267,12 @@ class _Load:
         trained = not self._weights_only and mine.kind is Kind.TRAINED
         if trained and dict(saved.streams) != dict(mine.streams):
             return _Difference(mine.name, ", ".join(mine.streams), ", ".join(saved.streams))
-        # Widths are converted. Floats in a buffer of integers would lose their fractions.
+        # Widths are converted. Floats in a buffer of integers, or in the codes of compact weights,
+        # would lose their fractions.
         found = saved.streams.get("value", saved.dtype)
-        is_buffer = mine.kind in (Kind.BUFFER, Kind.TRANSIENT)
-        if is_buffer and _numbers_of(mine.dtype) != _numbers_of(found):
-            return _Difference(mine.name, f"a buffer of {mine.dtype}", found)
+        if _numbers_of(mine.dtype) != _numbers_of(found):
+            kind = "buffer" if mine.kind in (Kind.BUFFER, Kind.TRANSIENT) else "parameter"
+            return _Difference(mine.name, f"a {kind} of {mine.dtype}", found)
         return None
 
     def _check_room_for_objects(self, rank: int) -> None:
