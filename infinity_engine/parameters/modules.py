@@ -638,11 +638,8 @@ class ModuleParameters:
         if isinstance(output, torch.Tensor):
             number = self._numbers.get(id(output))
             return () if number is None else (number,)
-        if isinstance(output, Mapping):
-            output = tuple(output.values())
-        if isinstance(output, list | tuple):
-            return [number for part in output for number in self._returned(part)]
-        return ()
+        found = (self._numbers.get(id(tensor)) for tensor in tensors_in(output))
+        return [number for number in found if number is not None]
 
 
 class UnwatchedModules:

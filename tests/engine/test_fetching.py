@@ -14,6 +14,7 @@ import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -181,6 +182,16 @@ class GivesItsWeight(nn.Linear):
         return self.weight
 
 
+@dataclass
+class Given:
+    weight: torch.Tensor
+
+
+class GivesARecord(nn.Linear):
+    def forward(self, _x: torch.Tensor) -> Any:
+        return Given(self.weight)
+
+
 class SavesItsWeight(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -276,6 +287,11 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "a weight that is returned": lambda: OfParts(
         lambda own, x: torch.tanh(own.b(x)) @ own.a(x) @ own.a(x).t(),
         a=GivesItsWeight(WIDTH, WIDTH),
+        b=nn.Linear(WIDTH, WIDTH),
+    ),
+    "a weight in a record that is returned": lambda: OfParts(
+        lambda own, x: own.a(x).weight @ own.b(torch.tanh(x)).t(),
+        a=GivesARecord(WIDTH, WIDTH),
         b=nn.Linear(WIDTH, WIDTH),
     ),
     "an autograd function": lambda: OfParts(
