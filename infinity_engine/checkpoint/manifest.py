@@ -23,6 +23,7 @@ from infinity_engine.errors import ConfigError
 __all__ = [
     "BLOCK_BYTES",
     "MANIFEST",
+    "MOST_BYTES",
     "Kind",
     "Manifest",
     "SavedFile",

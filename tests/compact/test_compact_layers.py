@@ -406,7 +406,8 @@ def test_no_precision_casts_scales(precision: str) -> None:
     with infinity_engine.initialize(
         model, optimizer, budget={"host": "64MiB"}, accelerator="cpu", precision=precision
     ) as engine:
-        engine(torch.randn(2, 64, dtype=model[1].weight.dtype))
+        given = next(model[1].parameters())
+        engine(torch.randn(2, 64).to(given.dtype))
         assert compact.scale.dtype is torch.float32
         assert torch.equal(compact.expanded(torch.float32), expected)
 
