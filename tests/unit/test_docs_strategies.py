@@ -81,7 +81,10 @@ def test_every_policy_is_on_the_page() -> None:
 
 
 def test_every_op_is_on_the_page_with_its_lane() -> None:
-    kinds = ("UpdateOnHost", "UploadParameters", "UploadStates", "UpdateOnDevice", "DownloadStates")
+    kinds = (
+        *("UpdateOnHost", "UploadParameters", "UploadStates", "UpdateOnDevice", "DownloadStates"),
+        *("DownloadParameters", "LoadStates", "StoreStates"),
+    )
 
     assert [(row[0].strip("`"), Lane(row[1])) for row in rows("Plans", cells=3)] == [
         (kind, getattr(plan_ops, kind).lane) for kind in kinds
