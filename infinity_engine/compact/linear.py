@@ -38,7 +38,7 @@ class CompactLinear(torch.nn.Linear):
     `torch.nn.Linear`; they cannot be merged into it.
     """
 
-    in_fp32: ClassVar = ("scale", "values")
+    infinity_in_fp32: ClassVar = ("scale", "values")
     """Parameters that no precision casts."""
 
     def __init__(
@@ -84,9 +84,10 @@ class CompactLinear(torch.nn.Linear):
         self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
     ) -> CompactLinear:
         """Move the layer; its scales and values stay in fp32, whatever the model is cast to."""
-        kept = [(parameter, parameter.data) for parameter in (self.scale, self.values)]
+        kept = {name: getattr(self, name).data for name in self.infinity_in_fp32}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch has no annotations
-        for parameter, before in kept:
+        for name, before in kept.items():
+            parameter = getattr(self, name)  # torch may have made another one
             if parameter.dtype is not before.dtype:
                 parameter.data = before.to(parameter.device)
         return self

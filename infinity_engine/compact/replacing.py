@@ -39,14 +39,19 @@ def compact_linears(
         for module in model.modules()
         for parameter in module.parameters(recurse=False)
     )
+    # By any of its paths: a layer may be in several places.
+    left = {
+        id(module)
+        for path, module in model.named_modules(remove_duplicate=False)
+        if {path, path.rpartition(".")[2]} & set(skip) or kept & set(path.split("."))
+    }
     names = [
         path
         for path, module in model.named_modules()
         if path
         and type(module) is torch.nn.Linear
         and holders[id(module.weight)] == 1
-        and not {path, path.rpartition(".")[2]} & set(skip)
-        and not kept & set(path.split("."))
+        and id(module) not in left
         and not _has_hooks(module)
         and chosen.fits(module.weight.numel())
     ]

@@ -117,6 +117,8 @@ class ChunkedLoss(Closing):
         labels = given.pop("labels", None)
         if labels is None:
             return None
+        if labels.dtype is torch.uint8:
+            labels = labels.long()  # a byte has no -100
         targets = given.pop("shift_labels", None) if self._is_decoder else labels
         ignored = given.get("ignore_index", _IGNORED)
         if targets is None:

@@ -53,7 +53,7 @@ def dtypes_of(model: torch.nn.Module, precision: Precision) -> Mapping[int, torc
     kept = {
         id(getattr(module, name))
         for module in model.modules()
-        for name in getattr(module, "in_fp32", ())
+        for name in getattr(type(module), "infinity_in_fp32", ())
     }
     if asked in _16_BIT:
         # A model that has 16-bit parameters already was mixed on purpose: its fp32 ones stay.

@@ -438,3 +438,12 @@ def test_a_layer_without_elements_is_left_as_it_is(kind: CompactKind) -> None:
 
     assert compact_linears(model, kind) == ("2",)
     assert model(torch.randn(2, 64)[:, :64]).shape == (2, 32)
+
+
+def test_a_layer_that_is_skipped_in_one_place_is_left_in_all() -> None:
+    model = nn.ModuleDict({"body": layer(), "other": layer()})
+    model["lm_head"] = model["body"]
+
+    assert compact_linears(model, "int8") == ("other",)
+    assert model["lm_head"] is model["body"]
+    assert type(model["body"]) is nn.Linear

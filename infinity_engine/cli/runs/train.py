@@ -248,7 +248,11 @@ def run(options: argparse.Namespace) -> int:
         print(f"infinity train: error: {_in_words(error, options)}", file=sys.stderr)
         return 2
     except (BrokenPipeError, KeyboardInterrupt) as end:
-        said = "its output has no reader" if isinstance(end, BrokenPipeError) else "interrupted"
+        said = (
+            "its output has no reader (or another pipe was closed)"
+            if isinstance(end, BrokenPipeError)
+            else "interrupted"
+        )
         resume = f"go on with --resume --run {options.run_directory}"
         print(f"\ninfinity train: {said}; {resume}", file=sys.stderr)
         if isinstance(end, BrokenPipeError):

@@ -84,11 +84,11 @@ def load_optimizer_state_dict(run: Run, loads: Loads, state_dict: Mapping[str, A
         # PreviousStates reads the `state` of an optimizer and nothing else.
         stand_in = cast(torch.optim.Optimizer, SimpleNamespace(state=given))
         previous = PreviousStates(stand_in, run.trained, rules)
+        if isinstance(run.ranks, ManyRanks):
+            previous.cut(run.ranks.cut)
     except BaseException:
         _set_groups(run.optimizer, before)
         raise
-    if isinstance(run.ranks, ManyRanks):
-        previous.cut(run.ranks.cut)
 
     def fill(segment: Segment, pieces: Mapping[str, torch.Tensor]) -> None:
         rule = rules[run.trained[segment.parameter].group]
