@@ -96,7 +96,7 @@ class _Values(NamedTuple):
     """What the first take of drives."""
     largest: int
     window: int
-    """What of them passes the host to a device: the largest at once."""
+    """The largest of the first together, which pass the host on their way to a device."""
     staying: int
     staying_on_host: int
 

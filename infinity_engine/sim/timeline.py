@@ -106,7 +106,7 @@ class StepTimeline:
 
     @property
     def update_spans(self) -> list[Span]:
-        """What the update does. Made when asked for: of most steps of a search, nobody asks."""
+        """What the update does. Made anew each time: a search shows one of the steps it times."""
         lanes = self.lanes
         return [
             _new(Span, (lane, *time, op.nbytes if isinstance(op, CopyOp) else 0))
@@ -318,8 +318,13 @@ class _LeastStep:
 class _TimedUpdate:
     """The update of a step on the step's clocks: the ops of the plan, in the plan's order."""
 
-    def __init__(self, ops: Sequence[Op], clocks: LaneClocks) -> None:
+    def __init__(self, ops: Sequence[Op], clocks: LaneClocks, means: Means) -> None:
         self.done: list[tuple[Op, OpTime]] = []
+        instead, free = means.lanes_instead(), means.free_lanes()
+        self.lanes = {
+            lane: None if instead.get(lane, lane) in free else instead.get(lane, lane)
+            for lane in Lane
+        }
         self._ops = ops
         self._clocks = clocks
 
@@ -507,8 +512,7 @@ class _TimedStep:
         rates, fetching, self._beside_update_ns = self._disturbance.beside_update(
             deferred=self._deferred
         )
-        instead, free = means.lanes_instead(), means.free_lanes()
-        clocks = LaneClocks(rates, free=free, instead=instead)
+        clocks = LaneClocks(rates, free=means.free_lanes(), instead=means.lanes_instead())
         self._lanes = _Lanes(clocks, means.alone or means.rates)
         self._lanes.move_at(fetching)
         self._room = FetchingRoom(
@@ -517,11 +521,7 @@ class _TimedStep:
             staged=sum(plan.steps.staging_bytes),
             on_their_way=0 if means.unified else sizing.on_their_way,
         )
-        self._shown_in = {
-            lane: None if instead.get(lane, lane) in free else instead.get(lane, lane)
-            for lane in Lane
-        }
-        self._update = _TimedUpdate(plan.steps.ops, clocks)
+        self._update = _TimedUpdate(plan.steps.ops, clocks, means)
         # The thread that calls the modules.
         self._thread = TimedCarrier(clocks, self._update.done)
         self._wire = RankWire(means.ranks, means.wire_bytes_per_s)
@@ -563,7 +563,7 @@ class _TimedStep:
         return StepTimeline(
             cuts=tuple(cuts),
             ops=self._update.done,
-            lanes=self._shown_in,
+            lanes=self._update.lanes,
             passes=self._lanes.spans[:once],
             repeated_ns=repeated_ns,
             update_ns=updated_ns,
