@@ -105,6 +105,21 @@ def _operations(training: Training) -> tuple[int, int, int]:
     return sum(flops), again, training.tokens * backward
 
 
+@lru_cache(maxsize=4)
+def _times_gathered(training: Training) -> tuple[float, float]:
+    """Return how often a forward and a backward gather a parameter: tiles of the sequence gather
+    theirs again.
+    """
+    once, forward, backward = 1, 1, 1
+    for module in training.model.modules:
+        numel = sum(parameter.numel for parameter in module.parameters)
+        tiles = training.tiles if module.feed_forward else 1
+        once += numel
+        forward += tiles * numel
+        backward += (tiles if tiles == 1 else 2 * tiles) * numel
+    return forward / once, backward / once
+
+
 @dataclass(frozen=True, slots=True)
 class Pace:
     """How long lanes and modules take: alike for all families of plans and sizes of subgroups."""
@@ -188,6 +203,7 @@ class StepEstimate:
         self._known_ns: dict[tuple[float, float], float] = {}
         self._forward_ns: dict[bool, float] = {}  # by whether it waits for what it fetches
         self._overlaps = {None: (True, False), True: (True,), False: (False,)}[training.overlap]
+        self._gathering_ns, self._exchanging_ns = self._wire_ns(training)
 
     def ns(self, parts: Parts) -> float:
         """Return about how many nanoseconds a step takes; inf where the parts do not fit."""
@@ -421,16 +437,16 @@ class StepEstimate:
         two_modules = sizing.deepest + self._parameters / computing.modules
         waits = bool(again) and fetched < two_modules
         passing, time = partial(self._passing_ns, waits=waits), self._pace.passing
+        fetching = time[Lane.H2D].of(come), time[Lane.NVME_READ].of(values)
         if waits not in self._forward_ns:
-            fetching = time[Lane.H2D].of(come), time[Lane.NVME_READ].of(values)
-            self._forward_ns[waits] = passing(computing.forward_ns, fetching)
+            self._forward_ns[waits] = passing(computing.forward_ns, self._gathering_ns, fetching)
         forward_ns = self._forward_ns[waits]
         gradients = self._bytes.gradient * on_host
         up_ns, down_ns = self._both_ways_ns((Lane.H2D, again), (Lane.D2H, gradients))
         read_ns, written_ns = self._both_ways_ns(
             (Lane.NVME_READ, read_again), (Lane.NVME_WRITE, spill.gradients)
         )
-        making_ns = passing(computing.backward_ns, (up_ns, read_ns))
+        making_ns = passing(computing.backward_ns, self._exchanging_ns, (up_ns, read_ns))
         sending_ns = self._sending_ns((down_ns, written_ns), parts)
         backward_ns = max(making_ns, sending_ns)
         updating_ns = updating + forward_ns
@@ -439,8 +455,11 @@ class StepEstimate:
                 # Modules are handed what the update has made: they read none of it from drives.
                 is_handed = bool(values) and self._drives
                 beside_ns = self._beside_ns(lanes, updating, parts) if is_handed else updating_ns
-            elif not self._at_home:
+            elif not self._at_home and self._means.ranks == 1:
                 beside_ns = self._beside_ns(lanes, updating, parts)
+            elif self._gathering_ns and self._at_home and not visiting:
+                fetched_ns = passing(computing.forward_ns, 0.0, fetching)
+                beside_ns = max(updating + fetched_ns, self._gathered_beside_ns(updating, parts))
             elif visiting and on_host and not self._is_tight(fetched):
                 # The thread that updates waits for parameters too, so that visitors hold it up.
                 beside_ns = max(updating_ns, lanes[Lane.HOST] + crossing_ns)
@@ -451,9 +470,8 @@ class StepEstimate:
         if not more:
             return updating_ns + backward_ns
         # What the device has room for stays from one micro-batch to the next.
-        next_forward_ns = passing(
-            computing.forward_ns, (time[Lane.H2D].of(again), time[Lane.NVME_READ].of(read_again))
-        )
+        fetching = time[Lane.H2D].of(again), time[Lane.NVME_READ].of(read_again)
+        next_forward_ns = passing(computing.forward_ns, self._gathering_ns, fetching)
         # The next forward does not wait for gradients to come down.
         return updating_ns + backward_ns + more * max(next_forward_ns + making_ns, sending_ns)
 
@@ -526,15 +544,31 @@ class StepEstimate:
         )
 
     def _passing_ns(
-        self, computing_ns: float, fetching: tuple[float, float], *, waits: bool
+        self,
+        computing_ns: float,
+        exchanging_ns: float,
+        fetching: tuple[float, float],
+        *,
+        waits: bool,
     ) -> float:
         """Return how long all modules take that fetch over the link and from drives for so long.
 
         `waits`: there is no room to fetch the next module while one computes.
         """
         if waits:
-            return computing_ns + max(fetching)
-        return _overlapped([computing_ns, *fetching], self._pace.computing.modules)
+            return max(computing_ns + max(fetching), exchanging_ns)
+        return _overlapped([computing_ns, exchanging_ns, *fetching], self._pace.computing.modules)
+
+    def _wire_ns(self, training: Training) -> tuple[float, float]:
+        """Return how long ranks exchange in a forward, and in a backward."""
+        means, sizing = self._means, self._sizing
+        if means.ranks == 1 or not means.wire_bytes_per_s:
+            return 0.0, 0.0
+        each_ns = 1e9 * (means.ranks - 1) / means.wire_bytes_per_s
+        forward, backward = _times_gathered(training)
+        reduced = sum(sizing.parameters[number] for number in sizing.subgroups_of)
+        gathered_ns = each_ns * self._parameters
+        return forward * gathered_ns, backward * gathered_ns + each_ns * reduced
 
     def _sending_ns(self, sending: tuple[float, float], parts: Parts) -> float:
         """Return how long a backward takes with gradients that go down, and to drives, for so
@@ -552,6 +586,15 @@ class StepEstimate:
         count = (1 - parts.resident) * self._pace.computing.modules
         waiting_ns = resident_ns + _overlapped([updating, forward_ns - resident_ns], count)
         return max(waiting_ns, lanes[self._pace.computing.lane] + forward_ns)
+
+    def _gathered_beside_ns(self, updating: float, parts: Parts) -> float:
+        """Return how long ranks take to gather all modules beside an update on the host.
+
+        With each module goes one update, until there is none left.
+        """
+        updates = (1 - parts.resident) * self._sizing.numel / self._largest
+        among = min(updates / self._pace.computing.modules, 1.0)
+        return max(updating, among * self._gathering_ns) + (1 - among) * self._gathering_ns
 
     def _pipelined(
         self, lanes: Mapping[Lane, float], spill: _Spill, crossing_ns: float, parts: Parts

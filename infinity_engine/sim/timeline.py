@@ -155,9 +155,9 @@ def time_step(plan: Plan, sizing: Sizing, training: Training, means: Means) -> S
 def least_step_ns(plan: Plan, sizing: Sizing, training: Training, means: Means) -> int:
     """Return nanoseconds that no step by this plan takes less than: no lane waits for another.
 
-    0 on one memory, and where ranks exchange bytes: it knows nothing of either.
+    0 on one memory, of which it knows nothing.
     """
-    if means.unified or (means.ranks > 1 and means.wire_bytes_per_s):
+    if means.unified:
         return 0
     work = _work_of(plan, sizing, training)
     return _TimedStep(plan, sizing, training, means, work).least().earliest_end_ns()
@@ -293,26 +293,32 @@ class _LeastStep:
     """What a step takes at least, as its lanes have waited so far on these clocks.
 
     In `ready` is what each lane does until update and forward have ended, at least; a backward
-    takes `after_ns` more. It fetches parameters `again`, which may begin before.
+    takes `after_ns` more. It fetches parameters `again`, which may begin before. All that ranks
+    exchange takes `exchanging_ns`.
     """
 
     def __init__(
         self,
         clocks: LaneClocks,
+        wire: RankWire,
         ready: Mapping[Lane, int],
         *,
         after_ns: int,
         again: Mapping[Lane, int],
+        exchanging_ns: int,
     ) -> None:
         self.after_ns = after_ns
         self._clocks = clocks
+        self._wire = wire
         self._busy = [(lane, ns + max(after_ns, again.get(lane, 0))) for lane, ns in ready.items()]
+        self._exchanging_ns = exchanging_ns
 
     def earliest_end_ns(self) -> int:
         """Return a time before which the step cannot end, from how long each lane has waited so
         far.
         """
-        return max([self._clocks.idle_ns(lane) + ns for lane, ns in self._busy])  # asked often
+        wire_ns = self._wire.idle_ns() + self._exchanging_ns
+        return max([wire_ns, *(self._clocks.idle_ns(lane) + ns for lane, ns in self._busy)])
 
 
 class _TimedUpdate:
@@ -603,7 +609,7 @@ class _TimedStep:
             computing_ns = duration_ns(needs.flops) + self._disturbance.own.passing_ns(
                 needs.parameters
             )
-            end_ns = self._run(number, needs, computing_ns, arrived_ns)
+            end_ns = self._run(number, needs, computing_ns, self._gather(needs, arrived_ns))
         if deferred:
             self._update.finish()
         return end_ns
@@ -646,7 +652,8 @@ class _TimedStep:
                         if not walk.poll():
                             walk.arrive(needs.subgroups)
             duration_ns = self._disturbance.alone(needs.flops)
-            end_ns = self._run(number, needs, duration_ns, self._thread.now_ns)
+            ready_ns = self._gather(needs, self._thread.now_ns)
+            end_ns = self._run(number, needs, duration_ns, ready_ns)
         walk.finish()
         end_ns = max(end_ns, self._thread.now_ns)
         if end_ns + least.after_ns > most_ns:
@@ -655,7 +662,7 @@ class _TimedStep:
 
     def least(self) -> _LeastStep:
         """Return what the step takes at least while its lanes wait for nothing; on a device with
-        memory of its own, and without what ranks exchange.
+        memory of its own.
         """
         computing_ns, alone = self._disturbance.alone, self._lanes.alone
         # Beside an update all is fetched at these rates; else with nothing beside it.
@@ -686,16 +693,31 @@ class _TimedStep:
             _moving_ns(alone, Lane.D2H, down),
             _moving_ns(alone, Lane.NVME_WRITE, written),
         )
-        more = self._steps_micro_batches - 1
+        gathering_ns, exchanging_ns = self._exchanging_ns()
+        pass_ns = max(forward_ns + backward_ns, gathering_ns + exchanging_ns)
+        more_ns = (self._steps_micro_batches - 1) * pass_ns
         return _LeastStep(
             self._lanes.clocks,
+            self._wire,
             ready,
-            after_ns=max(backward_ns, *sent) + more * (forward_ns + backward_ns),
+            after_ns=max(backward_ns, exchanging_ns, *sent) + more_ns,
             again={
                 Lane.H2D: _moving_ns(again, Lane.H2D, fetched - stays),
                 Lane.NVME_READ: _moving_ns(again, Lane.NVME_READ, read - stays),
             },
+            exchanging_ns=gathering_ns + exchanging_ns + more_ns,
         )
+
+    def _exchanging_ns(self) -> tuple[int, int]:
+        """Return how long ranks exchange in a forward, and in a backward."""
+        forward_ns = backward_ns = 0
+        if self._wire.is_timed:
+            needed_ns = self._wire.duration_ns
+            for needs in self._work.modules:
+                forward_ns += needed_ns(needs.tiles * needs.gathered)
+                backward_ns += needed_ns(needs.of_backward().tiles * needs.gathered)
+                backward_ns += needed_ns(needs.reduced)
+        return forward_ns, backward_ns
 
     def _provide(self, number: int, walk: Walk) -> None:
         """Let the thread wait until what a module needs has been updated, and is there; then begin
@@ -756,26 +778,37 @@ class _TimedStep:
         where it is kept.
         """
         all_made_ns = end_ns = begin_ns
-        has_wire = self._wire.is_timed
         computing_ns = self._beside_moves(backward=True)
         self._room.begin_pass(backward=True)
+        before: tuple[_Needs, int] | None = None  # what the last module needs, and its end
         for number in reversed(range(len(self._work.modules))):
             needs = self._work.modules[number].of_backward()
             arrived_ns = self._fetch(number, needs, 0, begin_ns=begin_ns)
+            ready_ns = self._gather(needs, arrived_ns)
+            # Only now: a module is gathered while the one before it computes.
+            if before is not None:
+                made_ns, sent_ns = self._send(*before)
+                all_made_ns, end_ns = max(made_ns, all_made_ns), max(sent_ns, end_ns)
             duration_ns = computing_ns(0, needs.backward_flops, needs.again * needs.flops)
             duration_ns += self._disturbance.own.passing_ns((1 + needs.again) * needs.parameters)
-            made_ns = self._run(number, needs, duration_ns, arrived_ns)
-            if has_wire:
-                made_ns = self._wire.exchange(needs.reduced, made_ns)
-            all_made_ns = made_ns if made_ns > all_made_ns else all_made_ns
-            if needs.gradient_down:
-                made_ns = self._lanes.move(
-                    Lane.D2H, needs.gradient_down, made_ns, copies=needs.gradient_copies
-                )
-            if needs.gradient_written:
-                made_ns = self._lanes.move(Lane.NVME_WRITE, needs.gradient_written, made_ns)
-            end_ns = made_ns if made_ns > end_ns else end_ns
+            before = needs, self._run(number, needs, duration_ns, ready_ns)
+        if before is not None:
+            made_ns, sent_ns = self._send(*before)
+            all_made_ns, end_ns = max(made_ns, all_made_ns), max(sent_ns, end_ns)
         return all_made_ns, end_ns
+
+    def _send(self, needs: _Needs, ended_ns: int) -> tuple[int, int]:
+        """Send the gradients of a module that has ended where they are kept; return when they are
+        made, and when they are there.
+        """
+        made_ns = sent_ns = self._wire.exchange(needs.reduced, ended_ns)
+        if needs.gradient_down:
+            sent_ns = self._lanes.move(
+                Lane.D2H, needs.gradient_down, sent_ns, copies=needs.gradient_copies
+            )
+        if needs.gradient_written:
+            sent_ns = self._lanes.move(Lane.NVME_WRITE, needs.gradient_written, sent_ns)
+        return made_ns, sent_ns
 
     def _fetch(self, number: int, needs: _Needs, after_ns: int, *, begin_ns: int) -> int:
         """Let what a module needs be there in a pass that begins then; return when it is.
@@ -796,14 +829,16 @@ class _TimedStep:
         self._room.admit(number, after_ns)
         return max(after_ns, begin_ns)
 
-    def _run(self, number: int, needs: _Needs, duration_ns: int, after_ns: int) -> int:
-        """Let a module compute, whole on each rank; return when it has."""
-        if self._wire.is_timed:
-            ready_ns = self._wire.gather(needs.tiles * needs.gathered, after_ns)
-            end_ns = self._lanes.work(self._compute, duration_ns, ready_ns)
-            self._wire.note_use(end_ns)
-        else:
-            end_ns = self._lanes.work(self._compute, duration_ns, after_ns)
+    def _gather(self, needs: _Needs, arrived_ns: int) -> int:
+        """Let a module be whole on each rank, whose parts are there then; return when it is."""
+        if not self._wire.is_timed:
+            return arrived_ns
+        return self._wire.gather(needs.tiles * needs.gathered, arrived_ns)
+
+    def _run(self, number: int, needs: _Needs, duration_ns: int, ready_ns: int) -> int:
+        """Let a module compute; return when it has."""
+        end_ns = self._lanes.work(self._compute, duration_ns, ready_ns)
+        self._wire.note_use(end_ns)
         if needs.fetched:
             self._room.used_ns[number] = end_ns
         return end_ns

@@ -113,24 +113,30 @@ class RankWire:
         self._used_ns.append(end_ns)
 
     def gather(self, nbytes: int, after_ns: int) -> int:
-        """Gather a module's parameters, one module ahead of the one that computes; return when it
-        can compute.
+        """Gather a module's parameters, which are there then, one module ahead of the one that
+        computes; return when it can compute.
         """
-        if not self.is_timed or not nbytes:
-            return after_ns
         freed_ns = self._used_ns[0] if len(self._used_ns) == GATHERED else 0
-        return max(self.exchange(nbytes, freed_ns), after_ns)
+        return self.exchange(nbytes, max(freed_ns, after_ns))
 
     def exchange(self, nbytes: int, after_ns: int) -> int:
         """Let each rank send all others so many bytes; return when they have arrived."""
         if not self.is_timed or not nbytes:
             return after_ns
-        if nbytes not in self._known:
-            self._known[nbytes] = ceil(nbytes * self._s_per_byte * NS_PER_S)
-        duration_ns = self._known[nbytes]
+        duration_ns = self.duration_ns(nbytes)
         self._free_ns = max(self._free_ns, after_ns) + duration_ns
         self.busy_ns += duration_ns
         return self._free_ns
+
+    def duration_ns(self, nbytes: int) -> int:
+        """Return how long each rank sends all others so many bytes."""
+        if nbytes not in self._known:
+            self._known[nbytes] = ceil(nbytes * self._s_per_byte * NS_PER_S)
+        return self._known[nbytes]
+
+    def idle_ns(self) -> int:
+        """Return how long the wire has waited before what was sent so far."""
+        return self._free_ns - self.busy_ns
 
 
 class FetchingRoom:

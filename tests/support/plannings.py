@@ -137,6 +137,16 @@ def varied_case(seed: int) -> tuple[Training, Means]:
     return replace(training, overlap=None), means
 
 
+def wired_case(seed: int) -> tuple[Training, Means]:
+    """Return a varied case of several ranks that send one another little in a second."""
+    training, means = varied_case(seed)
+    chance = random.Random(f"wired {seed}")
+    wire = chance.choice([2e9, 6e9, 12e9, 25e9])
+    return training, replace(
+        means, unified=False, ranks=chance.choice([2, 4, 8]), wire_bytes_per_s=wire
+    )
+
+
 def _with_starts(means: Means, start_s: float) -> Means:
     """Return the means where each op costs so much before it moves or updates anything."""
 

@@ -89,3 +89,21 @@ def test_an_estimate_needs_as_much_of_one_memory_as_its_plan(bits: int, accumula
     needed = estimate_of(planner, choice).least(Tier.HOST, Parts()) + making
 
     assert needed == pytest.approx(least(Tier.HOST, planner, choice), rel=0.01)
+
+
+@pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST])
+@pytest.mark.parametrize(
+    ("wire", "overlap"), [(1e9, None), (1e9, False), (10e9, False), (100e9, False)]
+)
+def test_an_estimate_has_in_it_what_ranks_exchange(
+    tier: Tier, wire: float, overlap: bool | None
+) -> None:
+    training = replace(training_of(model_of(*[20_000_000] * 40)), overlap=overlap)
+    budget = ResolvedBudget(device=16 << 30, host=64 << 30, nvme={})
+    means = Means(budget=budget, rates=RATES, ranks=4, wire_bytes_per_s=wire, flops_per_s=50e12)
+    planner = Planner(training, means)
+    choice = Choice(strategy=HostOnly(), parameters=tier, subgroup_numel=1 << 22)
+
+    estimate_ns = estimate_of(planner, choice).ns(Parts())
+
+    assert estimate_ns == pytest.approx(planner.candidate(choice).timeline.ns, rel=0.06)

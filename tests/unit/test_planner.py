@@ -58,6 +58,7 @@ from support.plannings import (
     random_case,
     training_of,
     varied_case,
+    wired_case,
 )
 
 Case = Callable[[int], tuple[Training, Means]]
@@ -678,9 +679,9 @@ SEEDS = [3, 11, 37, 40, 48]  # of machines with room
 
 
 @lru_cache
-def found_for(seed: int) -> tuple[Candidate, Training, Means]:
+def found_for(seed: int, case: Case = random_case) -> tuple[Candidate, Training, Means]:
     """Return a plan of a random case, whose training leaves open whether updates overlap."""
-    training, there = random_case(seed)
+    training, there = case(seed)
     training = replace(training, overlap=None)
     found = Planner(training, there).look()
     assert found is not None, "this machine has room"
@@ -727,11 +728,13 @@ def test_a_step_that_beats_a_plan_of_its_kind_is_timed_to_its_end() -> None:
         assert ahead.ns in ns, seed
 
 
+@pytest.mark.parametrize("case", [random_case, wired_case])
 @pytest.mark.parametrize("micro_batches", [1, 4])
 def test_the_bound_that_cuts_a_step_short_is_never_longer_than_the_step(
-    micro_batches: int, monkeypatch: pytest.MonkeyPatch
+    micro_batches: int, case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bounds: list[int] = []
+    bounded = []
     earliest_end_ns = timeline._LeastStep.earliest_end_ns
 
     def noted(least: timeline._LeastStep) -> int:
@@ -740,14 +743,16 @@ def test_the_bound_that_cuts_a_step_short_is_never_longer_than_the_step(
 
     monkeypatch.setattr(timeline._LeastStep, "earliest_end_ns", noted)
     for seed in SEEDS:
-        found, training, there = found_for(seed)
+        found, training, there = found_for(seed, case)
         asked = replace(training, overlap=True, accumulation_steps=micro_batches)
         bounds.clear()
 
         step = time_step(found.plan, found.sizing, asked, there)
 
         assert bounds == sorted(bounds), seed
-        assert bounds[-1] <= step.ns, seed
+        assert all(ns <= step.ns for ns in bounds[-1:]), seed
+        bounded.append(bool(bounds))
+    assert any(bounded)
 
 
 def slower_both_ways(means: Means) -> Means:
@@ -766,7 +771,7 @@ def slower_both_ways(means: Means) -> Means:
     return replace(means, rates=slower, alone=None)
 
 
-@pytest.mark.parametrize("case", [random_case, varied_case, disturbed_case])
+@pytest.mark.parametrize("case", [random_case, varied_case, disturbed_case, wired_case])
 def test_no_step_takes_less_than_lanes_that_never_wait(case: Case) -> None:
     bounded = []
     for seed in range(24):
@@ -1265,6 +1270,37 @@ def test_gradients_of_several_ranks_are_sums_in_fp32() -> None:
     assert [found.best.timeline.moved[Lane.D2H] for found in (one, two)] == [
         each["gradients"] for each in kept
     ]
+
+
+@pytest.mark.parametrize("seed", [0, 2, 17, 24, 29, 38])
+def test_it_picks_what_is_near_the_best_where_ranks_wait_for_one_another(seed: int) -> None:
+    assert slower_than_the_best(seed, wired_case) <= 1.03
+
+
+def test_a_backward_gathers_the_next_module_while_one_computes() -> None:
+    choice = Choice(strategy=DeviceOnly(), parameters=Tier.DEVICE, subgroup_numel=2**22)
+    there = replace(means(100, 100, ranks=4), flops_per_s=50e12)
+
+    def backward_ns(wire: float | None) -> int:
+        given = replace(there, wire_bytes_per_s=wire)
+        timeline = Planner(training_of(SMALL), given).candidate(choice).timeline
+        return next(phase.ns for phase in timeline.phases if phase.name == "backward")
+
+    computing, both, exchanging = (backward_ns(wire) for wire in (None, 40e9, 4e9))
+    # Gathers and reductions take a tenth of those on the slow wire.
+    assert computing < both < computing + 0.1 * exchanging
+
+
+def test_updates_in_small_subgroups_hide_behind_what_ranks_gather() -> None:
+    # As ranks wait for one another in a forward, the host may update meanwhile.
+    there = replace(means(0.35, 40, ranks=4), wire_bytes_per_s=1e9)
+    there = replace(there, rates=replace(there.rates, host_update_params_per_s=0.2e9))
+
+    best = decide(replace(training_of(SMALL), overlap=None), there).best
+
+    assert best.overlap
+    apart = replace(training_of(SMALL), overlap=False)
+    assert best.timeline.ns < 0.9 * time_step(best.plan, best.sizing, apart, there).ns
 
 
 def test_without_a_rate_between_ranks_the_output_says_what_is_not_timed() -> None:
