@@ -4,10 +4,11 @@ goes on.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from shutil import rmtree
 from tempfile import mkdtemp
 from typing import Any
 
@@ -22,6 +23,8 @@ from support.rank_training import RATES, Run
 from support.ranks import launch, launched
 
 pytestmark = pytest.mark.usefixtures("deterministic")
+
+FOLDERS: list[Path] = []  # of all tests here
 
 ONE_BY_ONE: dict[str, Any] = {
     "storage": {"small_bytes": 0},
@@ -59,17 +62,31 @@ def differing(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tens
     return [name for name in first if not torch.equal(first[name], second[name])]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _folders_that_go() -> Iterator[None]:
+    """Remove what tests of this module share, when the last of them has ended."""
+    yield
+    saved.cache_clear()
+    while FOLDERS:
+        rmtree(FOLDERS.pop())
+
+
+def folder_for(what: str) -> Path:
+    FOLDERS.append(Path(mkdtemp(prefix=f"{what}-")))
+    return FOLDERS[-1]
+
+
 @cache
 def saved(size: int, name: str) -> tuple[Path, list[dict[str, Any]]]:
     """Return a checkpoint of so many ranks, and what they went on to."""
-    folder = Path(mkdtemp(prefix="ranks-"))
+    folder = folder_for("ranks")
     return folder / "c", launched(
         size, rank_checkpoints.saves, ALL_RUNS[name], folder / "c", drive_of(name)
     )
 
 
 def drive_of(name: str) -> Path | None:
-    return Path(mkdtemp(prefix="drive-")) if name == "drives" else None
+    return folder_for("drive") if name == "drives" else None
 
 
 def gone_on(size: int, name: str, path: Path) -> list[dict[str, Any]]:
