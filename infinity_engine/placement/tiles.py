@@ -104,10 +104,15 @@ def tiled_by_room(model: ModelShape, *, width: int, room: int) -> TiledShape | N
 
 def _is_large(module: ModuleShape, width: int, room: int) -> bool:
     """Tell whether a module is a linear layer or an embedding, and too large for this room."""
-    is_embedding = not module.flops_per_token and len(module.parameters) == 1
-    return bool(module.parameters and (module.sides[1] or is_embedding)) and needs_tiles(
-        _nbytes(module, width), room, trains=_trains(module)
-    )
+    parameters = module.parameters
+    is_embedding = not module.flops_per_token and len(parameters) == 1
+    if not parameters or not (module.sides[1] or is_embedding):
+        return False
+    nbytes, trains = 0, False
+    for parameter in parameters:  # a refusal asks of all modules, again and again
+        nbytes += parameter.numel * (parameter.element_bytes or width)
+        trains = trains or parameter.trained
+    return needs_tiles(nbytes, room, trains=trains)
 
 
 def _nbytes(module: ModuleShape, width: int) -> int:
