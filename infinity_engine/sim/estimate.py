@@ -458,8 +458,10 @@ class StepEstimate:
             elif not self._at_home and self._means.ranks == 1:
                 beside_ns = self._beside_ns(lanes, updating, parts)
             elif self._gathering_ns and self._at_home and not visiting:
+                # The thread that updates waits for parameters, and not for what ranks exchange.
                 fetched_ns = passing(computing.forward_ns, 0.0, fetching)
-                beside_ns = max(updating + fetched_ns, self._gathered_beside_ns(updating, parts))
+                gathered_ns = self._gathered_beside_ns(lanes[Lane.HOST], parts)
+                beside_ns = max(updating, lanes[Lane.HOST] + fetched_ns, gathered_ns)
             elif visiting and on_host and not self._is_tight(fetched):
                 # The thread that updates waits for parameters too, so that visitors hold it up.
                 beside_ns = max(updating_ns, lanes[Lane.HOST] + crossing_ns)
@@ -587,14 +589,14 @@ class StepEstimate:
         waiting_ns = resident_ns + _overlapped([updating, forward_ns - resident_ns], count)
         return max(waiting_ns, lanes[self._pace.computing.lane] + forward_ns)
 
-    def _gathered_beside_ns(self, updating: float, parts: Parts) -> float:
-        """Return how long ranks take to gather all modules beside an update on the host.
+    def _gathered_beside_ns(self, updating_ns: float, parts: Parts) -> float:
+        """Return how long ranks take to gather all modules while the host updates for so long.
 
         With each module goes one update, until there is none left.
         """
         updates = (1 - parts.resident) * self._sizing.numel / self._largest
         among = min(updates / self._pace.computing.modules, 1.0)
-        return max(updating, among * self._gathering_ns) + (1 - among) * self._gathering_ns
+        return max(updating_ns, among * self._gathering_ns) + (1 - among) * self._gathering_ns
 
     def _pipelined(
         self, lanes: Mapping[Lane, float], spill: _Spill, crossing_ns: float, parts: Parts
