@@ -108,15 +108,18 @@ def _operations(training: Training) -> tuple[int, int, int]:
 @lru_cache(maxsize=4)
 def _times_gathered(training: Training) -> tuple[float, float]:
     """Return how often a forward and a backward gather a parameter: tiles of the sequence gather
-    theirs again.
+    theirs again, and so does a head that has an embedding's weight.
     """
     once, forward, backward = 1, 1, 1
     for module in training.model.modules:
-        numel = sum(parameter.numel for parameter in module.parameters)
+        nbytes = training.width * module.shared_numel + sum(
+            parameter.numel * (parameter.element_bytes or training.width)
+            for parameter in module.parameters
+        )
         tiles = training.tiles if module.feed_forward else 1
-        once += numel
-        forward += tiles * numel
-        backward += (tiles if tiles == 1 else 2 * tiles) * numel
+        once += nbytes - training.width * module.shared_numel
+        forward += tiles * nbytes
+        backward += (tiles if tiles == 1 else 2 * tiles) * nbytes
     return forward / once, backward / once
 
 
@@ -203,7 +206,7 @@ class StepEstimate:
         self._known_ns: dict[tuple[float, float], float] = {}
         self._forward_ns: dict[bool, float] = {}  # by whether it waits for what it fetches
         self._overlaps = {None: (True, False), True: (True,), False: (False,)}[training.overlap]
-        self._gathering_ns, self._exchanging_ns = self._wire_ns(training)
+        self._forward_wire_ns, self._backward_wire_ns = self._wire_ns(training)
 
     def ns(self, parts: Parts) -> float:
         """Return about how many nanoseconds a step takes; inf where the parts do not fit."""
@@ -434,19 +437,19 @@ class StepEstimate:
         read_again = again if values else 0
         if values and self._means.unified and (spill.states or spill.gradients):
             read_again = max(values - 2 * sizing.deepest, 0)  # the host has no room for more
-        two_modules = sizing.deepest + self._parameters / computing.modules
+        two_modules = sizing.deepest / self._means.ranks + self._parameters / computing.modules
         waits = bool(again) and fetched < two_modules
         passing, time = partial(self._passing_ns, waits=waits), self._pace.passing
         fetching = time[Lane.H2D].of(come), time[Lane.NVME_READ].of(values)
         if waits not in self._forward_ns:
-            self._forward_ns[waits] = passing(computing.forward_ns, self._gathering_ns, fetching)
+            self._forward_ns[waits] = passing(computing.forward_ns, self._forward_wire_ns, fetching)
         forward_ns = self._forward_ns[waits]
         gradients = self._bytes.gradient * on_host
         up_ns, down_ns = self._both_ways_ns((Lane.H2D, again), (Lane.D2H, gradients))
         read_ns, written_ns = self._both_ways_ns(
             (Lane.NVME_READ, read_again), (Lane.NVME_WRITE, spill.gradients)
         )
-        making_ns = passing(computing.backward_ns, self._exchanging_ns, (up_ns, read_ns))
+        making_ns = passing(computing.backward_ns, self._backward_wire_ns, (up_ns, read_ns))
         sending_ns = self._sending_ns((down_ns, written_ns), parts)
         backward_ns = max(making_ns, sending_ns)
         updating_ns = updating + forward_ns
@@ -457,12 +460,16 @@ class StepEstimate:
                 beside_ns = self._beside_ns(lanes, updating, parts) if is_handed else updating_ns
             elif not self._at_home and self._means.ranks == 1:
                 beside_ns = self._beside_ns(lanes, updating, parts)
-            elif self._gathering_ns and self._at_home and not visiting:
+            elif self._forward_wire_ns and self._tier is Tier.HOST and not visiting:
                 # The thread that updates waits for parameters, and not for what ranks exchange.
                 fetched_ns = passing(computing.forward_ns, 0.0, fetching)
-                gathered_ns = self._gathered_beside_ns(lanes[Lane.HOST], parts)
-                beside_ns = max(updating, lanes[Lane.HOST] + fetched_ns, gathered_ns)
-            elif visiting and on_host and not self._is_tight(fetched):
+                beside_ns = max(
+                    updating,
+                    lanes[Lane.HOST] + fetched_ns,
+                    lanes[Lane.DEVICE] + computing.forward_ns,
+                    self._gathered_beside_ns(lanes, parts),
+                )
+            elif self._at_home and visiting and on_host and not self._is_tight(fetched):
                 # The thread that updates waits for parameters too, so that visitors hold it up.
                 beside_ns = max(updating_ns, lanes[Lane.HOST] + crossing_ns)
             else:
@@ -473,7 +480,7 @@ class StepEstimate:
             return updating_ns + backward_ns
         # What the device has room for stays from one micro-batch to the next.
         fetching = time[Lane.H2D].of(again), time[Lane.NVME_READ].of(read_again)
-        next_forward_ns = passing(computing.forward_ns, self._gathering_ns, fetching)
+        next_forward_ns = passing(computing.forward_ns, self._forward_wire_ns, fetching)
         # The next forward does not wait for gradients to come down.
         return updating_ns + backward_ns + more * max(next_forward_ns + making_ns, sending_ns)
 
@@ -548,7 +555,7 @@ class StepEstimate:
     def _passing_ns(
         self,
         computing_ns: float,
-        exchanging_ns: float,
+        wire_ns: float,
         fetching: tuple[float, float],
         *,
         waits: bool,
@@ -558,8 +565,8 @@ class StepEstimate:
         `waits`: there is no room to fetch the next module while one computes.
         """
         if waits:
-            return max(computing_ns + max(fetching), exchanging_ns)
-        return _overlapped([computing_ns, exchanging_ns, *fetching], self._pace.computing.modules)
+            return max(computing_ns + max(fetching), wire_ns)
+        return _overlapped([computing_ns, wire_ns, *fetching], self._pace.computing.modules)
 
     def _wire_ns(self, training: Training) -> tuple[float, float]:
         """Return how long ranks exchange in a forward, and in a backward."""
@@ -589,14 +596,16 @@ class StepEstimate:
         waiting_ns = resident_ns + _overlapped([updating, forward_ns - resident_ns], count)
         return max(waiting_ns, lanes[self._pace.computing.lane] + forward_ns)
 
-    def _gathered_beside_ns(self, updating_ns: float, parts: Parts) -> float:
-        """Return how long ranks take to gather all modules while the host updates for so long.
+    def _gathered_beside_ns(self, lanes: Mapping[Lane, float], parts: Parts) -> float:
+        """Return how long ranks take to gather all modules beside an update on the host.
 
-        With each module goes one update, until there is none left.
+        With each module goes one update, which may wait for drives, until there is none left.
         """
+        updating_ns = max(lanes[lane] for lane in (Lane.HOST, Lane.NVME_READ, Lane.NVME_WRITE))
         updates = (1 - parts.resident) * self._sizing.numel / self._largest
-        among = min(updates / self._pace.computing.modules, 1.0)
-        return max(updating_ns, among * self._gathering_ns) + (1 - among) * self._gathering_ns
+        paced = min(updates / self._pace.computing.modules, 1.0)  # the part of the modules
+        gathering_ns = self._forward_wire_ns
+        return max(updating_ns, paced * gathering_ns) + (1 - paced) * gathering_ns
 
     def _pipelined(
         self, lanes: Mapping[Lane, float], spill: _Spill, crossing_ns: float, parts: Parts

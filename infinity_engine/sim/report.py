@@ -362,7 +362,7 @@ def _wear(decision: Decision, rated_bytes: int | None, *, computes: bool) -> Wea
 
 
 def _phases(best: Candidate, training: Training, means: Means) -> Iterator[PhaseReport]:
-    exchanged_ns = _exchanged_ns(best, training, means)
+    exchanged_ns = _exchanged_ns(best.timeline, training)
     for phase in best.timeline.phases:
         busy_ns = {
             resource(lane, phase.name, unified=means.unified): ns
@@ -380,21 +380,12 @@ def _phases(best: Candidate, training: Training, means: Means) -> Iterator[Phase
         )
 
 
-def _exchanged_ns(best: Candidate, training: Training, means: Means) -> Mapping[str, int]:
+def _exchanged_ns(timeline: StepTimeline, training: Training) -> Mapping[str, int]:
     """Return how long ranks exchange parameters and gradients in the passes of one micro-batch."""
-    if not means.wire_bytes_per_s:
+    if not timeline.gathering_ns:
         return {}
-    sizes = {
-        parameter.name: nbytes
-        for parameter, nbytes in zip(training.ordered(), best.sizing.parameters, strict=True)
-    }
-    gathered = sum(
-        (training.tiles if module.feed_forward else 1) * sizes[parameter.name]
-        for module in training.model.modules
-        for parameter in module.parameters
-    )
-    forward_ns = round((means.ranks - 1) * gathered / means.wire_bytes_per_s * 1e9)
-    both_ns = best.timeline.gathering_ns // training.accumulation_steps
+    both_ns = timeline.gathering_ns // training.accumulation_steps
+    forward_ns = timeline.forward_wire_ns
     return {"forward": forward_ns, "backward": both_ns - forward_ns}
 
 

@@ -98,6 +98,8 @@ class StepTimeline:
     repeats: int = 0
     gathering_ns: int = 0
     """How long ranks exchange parameters and gradients in the whole step, hidden or not."""
+    forward_wire_ns: int = 0
+    """How long they do in one forward."""
 
     @property
     def ns(self) -> int:
@@ -149,7 +151,7 @@ def time_step(plan: Plan, sizing: Sizing, training: Training, means: Means) -> S
     Raises:
         ConfigError: a rate is missing of something that the plan uses.
     """
-    return _TimedStep(plan, sizing, training, means, _work_of(plan, sizing, training)).run()
+    return _TimedStep(plan, sizing, training, means, _work_of(plan, sizing, training, means)).run()
 
 
 def least_step_ns(plan: Plan, sizing: Sizing, training: Training, means: Means) -> int:
@@ -159,7 +161,7 @@ def least_step_ns(plan: Plan, sizing: Sizing, training: Training, means: Means) 
     """
     if means.unified:
         return 0
-    work = _work_of(plan, sizing, training)
+    work = _work_of(plan, sizing, training, means)
     return _TimedStep(plan, sizing, training, means, work).least().earliest_end_ns()
 
 
@@ -180,7 +182,7 @@ def time_quickest_step(
     longer way may not be timed to its end. Where the step takes `below_ns` or more both ways, or
     more than `alike_ns`, which is that of a plan of its kind, only one may have been timed: apart.
     """
-    work = _work_of(plan, sizing, training)
+    work = _work_of(plan, sizing, training, means)
 
     def timed(overlap: bool | None, most_ns: float = inf) -> StepTimeline:
         asked = replace(training, overlap=overlap)
@@ -294,7 +296,7 @@ class _LeastStep:
 
     In `ready` is what each lane does until update and forward have ended, at least; a backward
     takes `after_ns` more. It fetches parameters `again`, which may begin before. All that ranks
-    exchange takes `exchanging_ns`.
+    exchange in the step takes `wire_ns`.
     """
 
     def __init__(
@@ -305,19 +307,19 @@ class _LeastStep:
         *,
         after_ns: int,
         again: Mapping[Lane, int],
-        exchanging_ns: int,
+        wire_ns: int,
     ) -> None:
         self.after_ns = after_ns
         self._clocks = clocks
         self._wire = wire
         self._busy = [(lane, ns + max(after_ns, again.get(lane, 0))) for lane, ns in ready.items()]
-        self._exchanging_ns = exchanging_ns
+        self._wire_ns = wire_ns
 
     def earliest_end_ns(self) -> int:
         """Return a time before which the step cannot end, from how long each lane has waited so
         far.
         """
-        wire_ns = self._wire.idle_ns() + self._exchanging_ns
+        wire_ns = self._wire.idle_ns() + self._wire_ns
         return max([wire_ns, *(self._clocks.idle_ns(lane) + ns for lane, ns in self._busy)])
 
 
@@ -530,7 +532,7 @@ class _TimedStep:
         self._update = _TimedUpdate(plan.steps.ops, clocks, means)
         # The thread that calls the modules.
         self._thread = TimedCarrier(clocks, self._update.done)
-        self._wire = RankWire(means.ranks, means.wire_bytes_per_s)
+        self._wire = RankWire(means.ranks, means.wire_bytes_per_s, training.small_bytes)
 
     def run(self, most_ns: float = inf) -> StepTimeline:
         """Return when everything happens.
@@ -576,6 +578,7 @@ class _TimedStep:
             repeated=self._lanes.spans[once:],
             repeats=more,
             gathering_ns=gathering_ns,
+            forward_wire_ns=self._wire_ns()[0],
         )
 
     def _beside_moves(self, *, backward: bool) -> ComputeTime:
@@ -693,22 +696,22 @@ class _TimedStep:
             _moving_ns(alone, Lane.D2H, down),
             _moving_ns(alone, Lane.NVME_WRITE, written),
         )
-        gathering_ns, exchanging_ns = self._exchanging_ns()
-        pass_ns = max(forward_ns + backward_ns, gathering_ns + exchanging_ns)
+        forward_wire_ns, backward_wire_ns = self._wire_ns()
+        pass_ns = max(forward_ns + backward_ns, forward_wire_ns + backward_wire_ns)
         more_ns = (self._steps_micro_batches - 1) * pass_ns
         return _LeastStep(
             self._lanes.clocks,
             self._wire,
             ready,
-            after_ns=max(backward_ns, exchanging_ns, *sent) + more_ns,
+            after_ns=max(backward_ns, backward_wire_ns, *sent) + more_ns,
             again={
                 Lane.H2D: _moving_ns(again, Lane.H2D, fetched - stays),
                 Lane.NVME_READ: _moving_ns(again, Lane.NVME_READ, read - stays),
             },
-            exchanging_ns=gathering_ns + exchanging_ns + more_ns,
+            wire_ns=forward_wire_ns + backward_wire_ns + more_ns,
         )
 
-    def _exchanging_ns(self) -> tuple[int, int]:
+    def _wire_ns(self) -> tuple[int, int]:
         """Return how long ranks exchange in a forward, and in a backward."""
         forward_ns = backward_ns = 0
         if self._wire.is_timed:
@@ -838,7 +841,7 @@ class _TimedStep:
     def _run(self, number: int, needs: _Needs, duration_ns: int, ready_ns: int) -> int:
         """Let a module compute; return when it has."""
         end_ns = self._lanes.work(self._compute, duration_ns, ready_ns)
-        self._wire.note_use(end_ns)
+        self._wire.note_use(needs.gathered, end_ns)
         if needs.fetched:
             self._room.used_ns[number] = end_ns
         return end_ns
@@ -849,7 +852,7 @@ def _moving_ns(clocks: LaneClocks, lane: Lane, nbytes: int) -> int:
     return clocks.duration_ns(lane, nbytes) if nbytes > 0 else 0
 
 
-def _work_of(plan: Plan, sizing: Sizing, training: Training) -> _StepWork:
+def _work_of(plan: Plan, sizing: Sizing, training: Training, means: Means) -> _StepWork:
     amounts: dict[Lane, int] = {}
     summed, layouts = 0, plan.layouts
     for op in plan.steps.ops:
@@ -857,7 +860,7 @@ def _work_of(plan: Plan, sizing: Sizing, training: Training) -> _StepWork:
         amounts[lane] = amounts.get(lane, 0) + amount
         if lane is Lane.HOST and op.subgroup in layouts:
             summed += amount
-    return _StepWork(_needs(plan, sizing, training), amounts, summed)
+    return _StepWork(_needs(plan, sizing, training, means.ranks), amounts, summed)
 
 
 class _ModuleWork(NamedTuple):
@@ -896,8 +899,8 @@ def _work_of_modules(training: Training) -> Sequence[_ModuleWork]:
     ]
 
 
-def _needs(plan: Plan, sizing: Sizing, training: Training) -> Sequence[_Needs]:
-    """Return what each module needs of one micro-batch."""
+def _needs(plan: Plan, sizing: Sizing, training: Training, ranks: int) -> Sequence[_Needs]:
+    """Return what each module needs of one micro-batch, on one of so many ranks."""
     down, written = _gradients(plan, sizing)
     at_home = plan.steps.parameters is not Tier.DEVICE
     resting = plan.resting.values
@@ -938,10 +941,13 @@ def _needs(plan: Plan, sizing: Sizing, training: Training) -> Sequence[_Needs]:
             elif at_home and not unified:
                 nbytes += size
                 copies += 1
-        if at_home and several and module.shared:  # another one's, which has gone meanwhile
-            nbytes += module.shared
-            read += module.shared if resting else 0
-            copies += 1
+        if module.shared:  # another one's, which has gone meanwhile
+            part = -(-module.shared // ranks)
+            gathered += part
+            if at_home and several:
+                nbytes += part
+                read += part if resting else 0
+                copies += 1
         found.append(
             _Needs(
                 parameters=len(module.parameters),

@@ -96,9 +96,12 @@ class ComputeTime:
 
 
 class RankWire:
-    """What ranks send one another, in turn; nothing where there is one, or its rate is unknown."""
+    """What ranks send one another, in turn; nothing where there is one, or its rate is unknown.
 
-    def __init__(self, ranks: int, bytes_per_s: float | None) -> None:
+    Modules of at most `small_bytes` in all stay whole beside the others.
+    """
+
+    def __init__(self, ranks: int, bytes_per_s: float | None, small_bytes: int = 0) -> None:
         self.busy_ns = 0
         # To all others; 0 where there are none, or it is not known.
         self._s_per_byte = (ranks - 1) / Fraction(bytes_per_s) if bytes_per_s else Fraction(0)
@@ -106,11 +109,13 @@ class RankWire:
         self.is_timed = self._s_per_byte > 0
         """Whether anything that ranks send takes time."""
         self._free_ns = 0
+        self._small_bytes = small_bytes / ranks  # of each rank
         self._used_ns: deque[int] = deque(maxlen=GATHERED)  # the ends of the last modules
 
-    def note_use(self, end_ns: int) -> None:
-        """Note when a module was done with its parameters."""
-        self._used_ns.append(end_ns)
+    def note_use(self, nbytes: int, end_ns: int) -> None:
+        """Note when a module was done with its parameters, of which each rank has so many bytes."""
+        if nbytes > self._small_bytes:
+            self._used_ns.append(end_ns)
 
     def gather(self, nbytes: int, after_ns: int) -> int:
         """Gather a module's parameters, which are there then, one module ahead of the one that

@@ -8,7 +8,16 @@ import pytest
 
 from infinity_engine.errors import CapacityError
 from infinity_engine.placement.training import Means
-from infinity_engine.plan import HostOnly, Interleaved, Rates, ResolvedBudget, Tier
+from infinity_engine.plan import (
+    DeviceOnly,
+    DriveRates,
+    HostOnly,
+    Interleaved,
+    NvmeStreamed,
+    Rates,
+    ResolvedBudget,
+    Tier,
+)
 from infinity_engine.sim.candidate import Choice
 from infinity_engine.sim.estimate import Pace, StepEstimate
 from infinity_engine.sim.planner import Planner
@@ -46,7 +55,7 @@ def least(tier: Tier, planner: Planner, choice: Choice) -> int:
     return enough
 
 
-def estimate_of(planner: Planner, choice: Choice) -> StepEstimate:
+def estimate_of(planner: Planner, choice: Choice, *, drives: bool = False) -> StepEstimate:
     sizing, training, means = (
         planner.sizing(choice.subgroup_numel),
         planner.training,
@@ -59,7 +68,7 @@ def estimate_of(planner: Planner, choice: Choice) -> StepEstimate:
         planner.left(sizing),
         Pace.of(training, means),
         tier=choice.parameters,
-        drives=False,
+        drives=drives,
     )
 
 
@@ -89,6 +98,41 @@ def test_an_estimate_needs_as_much_of_one_memory_as_its_plan(bits: int, accumula
     needed = estimate_of(planner, choice).least(Tier.HOST, Parts()) + making
 
     assert needed == pytest.approx(least(Tier.HOST, planner, choice), rel=0.01)
+
+
+def estimates_and_times(
+    parts: Parts, choice: Choice, *, wire: float, drives: bool = False
+) -> tuple[float, int]:
+    """Return the estimate of a step of four ranks, and what it takes."""
+    training = training_of(model_of(*[20_000_000] * 40))
+    training = replace(training, overlap=None)
+    budget = ResolvedBudget(
+        device=8 << 30, host=(6 if drives else 64) << 30, nvme={"a": 64 << 30} if drives else {}
+    )
+    drive = DriveRates(read_bytes_per_s=2e9, write_bytes_per_s=2e9)
+    rates = replace(RATES, nvme={"a": drive} if drives else {})
+    means = Means(budget=budget, rates=rates, ranks=4, wire_bytes_per_s=wire, flops_per_s=50e12)
+    planner = Planner(training, means)
+    estimate = estimate_of(planner, choice, drives=drives)
+    return estimate.ns(parts), planner.candidate(choice).timeline.ns
+
+
+@pytest.mark.parametrize("wire", [2e9, 200e9])
+def test_an_estimate_of_residents_adds_what_the_device_computes(wire: float) -> None:
+    choice = Choice(strategy=DeviceOnly(), parameters=Tier.HOST, subgroup_numel=1 << 22)
+
+    estimate_ns, ns = estimates_and_times(Parts(resident=1.0), choice, wire=wire)
+
+    assert estimate_ns == pytest.approx(ns, rel=0.08)
+
+
+@pytest.mark.parametrize("wire", [2e9, 200e9])
+def test_an_estimate_of_drives_adds_what_a_forward_reads(wire: float) -> None:
+    choice = Choice(strategy=NvmeStreamed(), parameters=Tier.NVME, subgroup_numel=1 << 22)
+
+    estimate_ns, ns = estimates_and_times(Parts(), choice, wire=wire, drives=True)
+
+    assert estimate_ns == pytest.approx(ns, rel=0.08)
 
 
 @pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST])

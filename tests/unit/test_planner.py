@@ -1277,6 +1277,17 @@ def test_it_picks_what_is_near_the_best_where_ranks_wait_for_one_another(seed: i
     assert slower_than_the_best(seed, wired_case) <= 1.03
 
 
+def test_what_tells_that_a_step_takes_longer_knows_what_ranks_exchange() -> None:
+    choice = Choice(strategy=HostOnly(), parameters=Tier.HOST, subgroup_numel=2**22)
+    there = replace(means(5.0, 40, ranks=4), wire_bytes_per_s=1e9)
+    found = Planner(training_of(SMALL), there).candidate(choice)
+
+    step = time_step(found.plan, found.sizing, training_of(SMALL), there)
+
+    assert step.gathering_ns > 0.9 * step.ns
+    assert least_step_ns(found.plan, found.sizing, training_of(SMALL), there) > 0.9 * step.ns
+
+
 def test_a_backward_gathers_the_next_module_while_one_computes() -> None:
     choice = Choice(strategy=DeviceOnly(), parameters=Tier.DEVICE, subgroup_numel=2**22)
     there = replace(means(100, 100, ranks=4), flops_per_s=50e12)
