@@ -367,7 +367,9 @@ class GradientReducer:
         else:
             # The members are fp32 here, whatever the gradient's own dtype is.
             self._memory.hold_gradient(_nbytes(self._members[number]))
-            self._sums[number] = flat.float()
+            # A copy: gradients of views, such as of `a.unsqueeze(0) + b.unsqueeze(0)`, may share
+            # their memory, and the next ones are added in place.
+            self._sums[number] = flat.to(torch.float32, copy=True)
 
     def go_on(self) -> None:
         """Start reduces of full buckets and end those that are done, without waiting. Called often

@@ -9,6 +9,7 @@ import re
 from functools import partial
 
 import pytest
+import torch
 
 from support import rank_training as programs
 from support.engine_bits import differing
@@ -73,3 +74,13 @@ def test_ranks_update_alike_whoever_counts_micro_batches(stage: str) -> None:
 def test_all_ranks_are_told_where_one_updates_alone(stage: str, differs: str) -> None:
     for told in launched(2, programs.updates_alone, {"stage": stage}):
         assert re.search(differs, told), told
+
+
+def test_gradients_that_share_their_memory_are_summed_once() -> None:
+    summed, expected = (
+        launched(2, programs.adds_through_views, stage) for stage in ("optimizer", "gradients")
+    )
+
+    for rank, other in zip(summed, expected, strict=True):
+        for name, gradient in rank.items():  # summed in another order
+            torch.testing.assert_close(gradient, other[name], rtol=1e-5, atol=1e-7)

@@ -49,6 +49,7 @@ __all__ = [
     "Run",
     "accumulate_by_turns",
     "accumulates",
+    "adds_through_views",
     "batch_of",
     "begin_alike",
     "begins_with_a_broken_drive",
@@ -648,6 +649,35 @@ def accumulate_as_called(ranks: Mapping[str, Any]) -> dict[str, Any]:
         "step after two backwards": states([None, {}] * 2),
         "remainders": states([None, {"update": True}] * 2, accumulation=4, scale=False),
     }
+
+
+class Positions(nn.Module):
+    """Adds two parameters through views of them, so that autograd gives both one memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Parameter(torch.randn(16, 32))
+        self.kinds = nn.Parameter(torch.randn(16, 32))
+        self.out = nn.Linear(32, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a loss of one row."""
+        added = x + self.places.unsqueeze(0) + self.kinds.unsqueeze(0)
+        return self.out(added).square().mean()
+
+
+def adds_through_views(stage: str) -> dict[str, torch.Tensor]:
+    """Return the gradients of two micro-batches."""
+    torch.manual_seed(0)
+    model = Positions()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = {**SETTINGS, "accumulation_steps": 2, "ranks": {"stage": stage}}
+    generator = torch.Generator().manual_seed(1 + where()[0])
+    with infinity_engine.initialize(model, optimizer, settings) as engine:
+        for _ in range(2):
+            engine.backward(engine(torch.randn(1, 16, 32, generator=generator)))
+        states = {name: engine.state_of(each) for name, each in model.named_parameters()}
+        return {name: saved(torch.as_tensor(each["gradient"])) for name, each in states.items()}
 
 
 def takes_over(stage: str, *, differs: bool = False) -> str | list[str]:
