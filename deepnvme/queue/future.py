@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from contextlib import suppress
 from importlib import import_module
+from math import isnan
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
@@ -301,6 +302,8 @@ class IOFuture(_native.FutureBase, concurrent.futures.Future[_T]):
                 pass
             return None
         # Locks refuse to wait for longer than TIMEOUT_MAX, and Future waits for the rest.
+        if isnan(timeout):
+            raise ValueError("timeout is NaN: give seconds, or None to wait until the end")
         deadline = time.monotonic() + min(timeout, threading.TIMEOUT_MAX)
         while self._state in _UNDER_WAY:
             left = deadline - time.monotonic()

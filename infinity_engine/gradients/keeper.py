@@ -668,10 +668,11 @@ class _DriveSlot:
     def _make_place(self, count: int, nbytes: int) -> None:
         """Allocate the place for a micro-batch's gradient, unless there is one of this size."""
         # The parameter was cast since: its gradients have another width.
-        if count < len(self._places) and self._places[count].nbytes != nbytes:
-            self._offload.release(self._places.pop(count))
         if count == len(self._places):
             self._places.append(self._offload.allocate(nbytes))
+        elif self._places[count].nbytes != nbytes:
+            self._offload.release(self._places[count])
+            self._places[count] = self._offload.allocate(nbytes)
 
     def write_back(self, memory: memoryview) -> None:
         """Write the newest gradient, which the interceptor had kept in this memory."""

@@ -21,6 +21,7 @@ __all__ = ["CudaKernels", "foreign_stream"]
 
 # Of a block of CUDA; a warp adds one block of a gradient's squares.
 _THREADS = 256
+_MOST_RECORDS = 65_535  # of one launch: a grid has no more rows
 _WARP = 32
 # For each multiprocessor. The kernels loop over what one grid does not cover.
 _BLOCKS_PER_PROCESSOR = 8
@@ -60,8 +61,10 @@ class CudaKernels:
         records = self._cupy.asarray(np.frombuffer(update.records.tobytes(), np.uint8))
         # The second dimension of the grid is the record: a shorter one leaves threads idle.
         widest = int(update.records["numel"].max())
-        grid = (self._grid(widest), len(update.records))
-        self._functions["update"](grid, (_THREADS,), (records,))
+        blocks, nbytes = self._grid(widest), update.records.itemsize
+        for first in range(0, len(update.records), _MOST_RECORDS):
+            grid = (blocks, min(len(update.records) - first, _MOST_RECORDS))
+            self._functions["update"](grid, (_THREADS,), (records[first * nbytes :],))
 
     def block_sums(self, gradient: Values) -> Any:
         """Return a gradient's block sums, a cupy array, valid once the stream has passed."""

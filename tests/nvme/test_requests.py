@@ -272,6 +272,40 @@ def test_a_stopped_operation_says_how_much_it_moved(tmp_path: Path, backend: str
         assert_same(contents(queue, tmp_path / "file")[:done], data[:done])
 
 
+def test_an_operation_is_stopped_also_while_it_waits_for_room(tmp_path: Path) -> None:
+    slow = FaultPlan().delay(delay_us=20_000, every=1)
+    with (
+        IOQueue(
+            "memory", chunk_bytes=CHUNK, inflight_bytes=CHUNK, max_pending=1, faults=slow
+        ) as queue,
+        queue.open(tmp_path / "file", "w") as file,
+    ):
+        first = file.pwrite(bytes(20 * CHUNK))
+        batch = queue.batch()
+
+        def writes() -> None:
+            batch.pwrite(file, bytes(16 * CHUNK), 20 * CHUNK)  # not sent before the next one
+            batch.pwrite(file, bytes(17 * CHUNK), 36 * CHUNK)
+
+        waiting = threading.Thread(target=writes)
+        waiting.start()
+        until(lambda: bool(batch.futures))
+        waiting.join(0.1)  # now it waits for room
+        future = batch.futures[0]
+        future.stop()
+        waiting.join(TIMEOUT_S)
+        with pytest.raises(NVMeError, match="stopped"):
+            future.result(TIMEOUT_S)
+        assert first.result(TIMEOUT_S) == 20 * CHUNK
+
+
+def test_a_time_that_is_not_a_number_is_refused(tmp_path: Path) -> None:
+    with held("memory", tmp_path / "file") as (_, _, first):
+        with pytest.raises(ValueError, match="timeout is NaN"):
+            first.result(float("nan"))
+        first.result(TIMEOUT_S)
+
+
 # --- event loops ----------------------------------------------------------------------------------
 
 

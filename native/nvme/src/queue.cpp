@@ -128,7 +128,11 @@ bool Queue::submit(Operation&& operation, std::chrono::nanoseconds patience,
         const bool has_loop = bell && drive->serve_loop(bell);
         drive->submit(std::span(&operation, 1), has_loop ? Issue::soon : Issue::now);
         if (bell && !has_loop) drive->attend();
-        if (ticket) ticket->taken_ = true;
+        if (ticket) {
+            ticket->taken_ = true;
+            // stop() told no drive before that.
+            if (ticket->stopped()) drive->end_stopped();
+        }
     } catch (...) {
         give_room(1);
         throw;
@@ -156,7 +160,12 @@ std::size_t Queue::submit_many(std::vector<Operation> operations,
         throw;
     }
     for (auto& [drive, its_operations] : by_drive) drive->submit(its_operations, Issue::now);
-    for (const std::shared_ptr<Ticket>& ticket : tickets) ticket->taken_ = true;
+    for (const std::shared_ptr<Ticket>& ticket : tickets) {
+        ticket->taken_ = true;
+        if (!ticket->stopped()) continue;
+        // stop() told no drive before that.
+        if (const std::shared_ptr<Drive> drive = ticket->drive_.lock()) drive->end_stopped();
+    }
     return count;
 }
 
