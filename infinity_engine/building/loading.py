@@ -213,6 +213,15 @@ def _check_devices(model: torch.nn.Module, persistent: Mapping[int, object]) -> 
             raise ConfigError(
                 field=f"parameter {name}", value=str(parameter.device), expected=expected
             )
+    lost = [name for name, parameter in model.named_parameters() if id(parameter) not in persistent]
+    if lost:
+        expected = (
+            "a parameter of the state dict: files have no values for others, as of compact layers "
+            "in int8. Build the model under init_context, or make these modules with values"
+        )
+        raise ConfigError(
+            field=f"parameter {listed(lost)}", value="not in the state dict", expected=expected
+        )
     empty = [
         name
         for name, buffer in model.named_buffers()

@@ -16,6 +16,7 @@ from torch import nn
 
 from deepnvme import FaultPlan, IOQueue, Requests, write_safetensors
 from infinity_engine.building.built import built_model_of
+from infinity_engine.compact import CompactKind, CompactLinear
 from infinity_engine.engine.init_context import load_into
 from infinity_engine.errors import CapacityError, ConfigError, TransferError
 from infinity_engine.plan import Budget
@@ -235,6 +236,14 @@ def test_a_buffer_that_no_file_can_have_is_refused(tmp_path: Path, drive: Path) 
         match=r"buffer own, norm\.angles: .*not persistent.*include_buffers=False.*again",
     ):
         load_into(model, written(tmp_path / "files", values()), budget(drive))
+
+
+def test_a_parameter_that_no_file_can_have_is_refused(tmp_path: Path, drive: Path) -> None:
+    model = on_meta(lambda: nn.Sequential(CompactLinear(8, 8, kind=CompactKind.INT8)))
+    folder = written(tmp_path / "files", {"0.weight": torch.zeros(8, 8, dtype=torch.int8)})
+
+    with pytest.raises(ConfigError, match=r"parameter 0\.values: .*state dict.*init_context"):
+        load_into(model, folder, budget(drive))
 
 
 class Rotary(nn.Module):
