@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeAlias
+from weakref import WeakSet
 
 import torch
 from accelerate import Accelerator
@@ -113,6 +114,7 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
         """What weights are saved in; None: what they compute in."""
         # With mixed precision, outputs are fp32, as Accelerate has them.
         self._converting: list[RemovableHandle] = []
+        self._evaluated: WeakSet[torch.nn.Module] = WeakSet()  # and moved for that, before training
         given = settings_given(engine)
         given.warn_of_missing(4)
         given.warn_of_optimizer(4)
@@ -160,6 +162,7 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
         }
         precision = _PRECISIONS.get(self.mixed_precision)
         mixes = precision is not None and settings.setdefault("precision", precision) == precision
+        self._undo_evaluation(model)
         dtypes = {value.dtype for value in model.parameters() if value.is_floating_point()}
         made = initialize(model, optimizer, settings)
         if made.device.type != self.device.type:
@@ -176,6 +179,27 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
             # Saved as it was: the engine has its fp32 masters.
             self.saved_dtype = "float32" if dtypes == {torch.float32} else None
         return made
+
+    def prepare_model(
+        self,
+        model: torch.nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
+    ) -> torch.nn.Module:
+        """Prepare a model as Accelerate does; what it moves to its device is noted."""
+        tensors = [*model.parameters(), *model.buffers()]
+        if evaluation_mode and all(tensor.device.type == "cpu" for tensor in tensors):
+            self._evaluated.add(model)
+        prepared: torch.nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
+        return prepared
+
+    def _undo_evaluation(self, model: torch.nn.Module) -> None:
+        """Take back what an evaluation before training did to a model: its forward may mix
+        precisions, and it may be on the device.
+        """
+        super().unwrap_model(model, keep_fp32_wrapper=False)
+        if model in self._evaluated:
+            model.to("cpu")
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None

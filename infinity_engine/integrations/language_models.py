@@ -236,9 +236,8 @@ def save_weights(
     tokenizer.save(folder)
     if hasattr(model, "peft_config"):
         # peft picks the adapters out of a state dict, which is small.
-        model.save_pretrained(
-            folder, state_dict=engine.trainable_state_dict(), save_embedding_layers=False
-        )
+        adapters = _adapters(engine, dtype)
+        model.save_pretrained(folder, state_dict=adapters, save_embedding_layers=False)
         # The model does not know its directory where the engine has read its files.
         stated = {"base_model_name_or_path": str(base.absolute())}
         _change_json(folder / "adapter_config.json", stated)
@@ -249,6 +248,18 @@ def save_weights(
     generation: Any = getattr(model, "generation_config", None)
     if generation is not None:
         generation.save_pretrained(folder)
+
+
+def _adapters(engine: Engine, dtype: str | None) -> dict[str, torch.Tensor]:
+    """Return what is trained, in a dtype by its name: fp32 of the masters; None: as it is."""
+    found = engine.trainable_state_dict()
+    if dtype is None:
+        return found
+    wanted: torch.dtype = getattr(torch, dtype)
+    for name, parameter in engine.module.named_parameters(remove_duplicate=False):
+        if name in found and found[name].dtype != wanted:
+            found[name] = engine.state_of(parameter)["master"].to(wanted)
+    return found
 
 
 def state_dtype(folder: Path, files: Sequence[Path]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
@@ -18,6 +18,7 @@ import torch
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from deepnvme.choices import chosen
 from infinity_engine.config import EngineConfig
@@ -43,6 +44,8 @@ class EnginePrecision(Precision):  # type: ignore[misc]  # Lightning is typed in
 
     def __init__(self, autocast: torch.dtype | None, device: str) -> None:
         self._autocast, self._device = autocast, device
+        self.has_gradients = False
+        """Whether a backward has come since the last step, where Lightning steps by itself."""
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Return what each step of the module runs in."""
@@ -50,6 +53,20 @@ class EnginePrecision(Precision):  # type: ignore[misc]  # Lightning is typed in
             return nullcontext()
         # As in the engine: a cache would keep cast copies of parameters.
         return torch.autocast(self._device, dtype=self._autocast, cache_enabled=False)
+
+    def optimizer_step(
+        self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """Run the batch and step; not where its `training_step` returned None and nothing else
+        came: that skips the batch.
+        """
+        result = closure()
+        if result is None and model.automatic_optimization and not self.has_gradients:
+            return None
+        self._after_closure(model, optimizer)
+        optimizer.step(**kwargs)
+        self.has_gradients = False
+        return result
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
         """Clip all gradients in the next step."""
@@ -127,6 +144,13 @@ class InfinityStrategy(SingleDeviceStrategy):  # type: ignore[misc]
                 expected="Trainer's default: the engine has a setting `precision`, such as "
                 '"bf16_autocast" for bf16-mixed, or "bf16" for bf16-true',
             )
+        if is_overridden("backward", self.lightning_module):
+            raise ConfigError(
+                field="backward",
+                value=f"that of {type(self.lightning_module).__name__}",
+                expected="LightningModule's own: the engine computes gradients. Return what is to "
+                "be minimized from training_step",
+            )
         super().setup_optimizers(trainer)
         if len(self.optimizers) != 1:
             raise ConfigError(
@@ -161,6 +185,7 @@ class InfinityStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         """Compute gradients through the engine. Lightning has averaged the loss."""
         loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         self._fitting().backward(loss, *args, scale=False, **kwargs)
+        self.precision_plugin.has_gradients = True
         ended: torch.Tensor = self.precision_plugin.post_backward(loss, self.lightning_module)
         return ended
 
@@ -257,7 +282,7 @@ class InfinityStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 def _rename(made: Path, path: Path) -> None:
     """Let `made` have the name `path`. What had it before goes."""
     older = path.with_name(f".{path.name}.older")
-    if path.exists():
+    if os.path.lexists(path):  # also a link to nothing
         _remove(older)  # of a save that was killed after its checkpoint had its name
         path.rename(older)
     made.rename(path)
@@ -265,8 +290,8 @@ def _rename(made: Path, path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file or directory, if there is one."""
-    if path.is_dir():
+    """Remove a file, link or directory, if there is one."""
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)

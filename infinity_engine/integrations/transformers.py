@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -165,7 +166,10 @@ class InfinityMixin(Trainer):  # type: ignore[misc]  # Transformers is typed in 
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         if self.args.should_save:
             # An earlier run may have written this checkpoint.
-            (Path(self._get_output_dir(trial)) / name / TRAINER_STATE_NAME).unlink(missing_ok=True)
+            folder = Path(self._get_output_dir(trial)) / name
+            (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
+            if self.args.save_only_model:
+                shutil.rmtree(folder / ENGINE_FOLDER, ignore_errors=True)
         super()._save_checkpoint(model, trial)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

@@ -117,6 +117,49 @@ def test_losses_are_those_of_a_plain_trainer(tmp_path: Path) -> None:
     assert mine.validated == pytest.approx(expected.validated, rel=1e-5)
 
 
+class Choosy(Module):
+    """Skips its first batch, and the fourth."""
+
+    def training_step(self, batch: torch.Tensor, index: int) -> Any:
+        return None if index in (0, 3) else super().training_step(batch, index)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_batch_whose_step_returns_none_is_skipped(accumulation: int, tmp_path: Path) -> None:
+    options = {"accumulate_grad_batches": accumulation, "gradient_clip_val": None}
+    expected = fitted(tmp_path / "plain", Choosy(), **options)
+    mine = fitted(tmp_path / "mine", Choosy(), strategy=strategy(tmp_path / "drive"), **options)
+
+    assert len(expected.losses) == 6
+    assert mine.losses == pytest.approx(expected.losses, rel=1e-5)
+
+
+def test_a_backward_of_the_modules_own_is_refused(tmp_path: Path) -> None:
+    class Doubling(Module):
+        def backward(self, loss: torch.Tensor, *_: Any, **__: Any) -> None:
+            (2 * loss).backward()  # type: ignore[no-untyped-call]
+
+    with pytest.raises(ConfigError, match="backward: expected LightningModule's own"):
+        fitted(tmp_path, Doubling(), strategy=strategy(tmp_path / "drive"))
+
+
+def test_a_save_takes_the_place_of_a_link(tmp_path: Path) -> None:
+    class Saving(lightning.Callback):  # type: ignore[misc]
+        def on_train_end(self, made: Any, _module: Any) -> None:
+            made.save_checkpoint(tmp_path / "a.ckpt")
+            for name, target in (("last.ckpt", "a.ckpt"), ("lost.ckpt", "nothing")):
+                (tmp_path / name).symlink_to(target)
+                made.save_checkpoint(tmp_path / name)
+                made.save_checkpoint(tmp_path / name)
+
+    fitted(tmp_path / "fit", strategy=strategy(tmp_path / "drive"), callbacks=[Saving()])
+
+    for name in ("a.ckpt", "last.ckpt", "lost.ckpt"):
+        assert (tmp_path / name).is_dir()
+        assert not (tmp_path / name).is_symlink()
+        assert (tmp_path / name / "engine").is_dir()
+
+
 def test_a_module_has_its_values_back_after_fitting(tmp_path: Path) -> None:
     mine = fitted(tmp_path, strategy=strategy(tmp_path / "drive"))
 

@@ -136,6 +136,41 @@ def test_evaluation_is_that_of_a_plain_trainer(tmp_path: Path) -> None:
     assert after[1] == pytest.approx(after[0], rel=1e-4)
 
 
+def test_an_evaluation_before_it_changes_nothing_in_a_training(tmp_path: Path) -> None:
+    """Trainer lets a model without an engine mix precisions where it evaluates."""
+
+    def losses(name: str, *, evaluates: bool) -> list[float]:
+        settings = {**MEMORY, "precision": "fp32"}
+        mine = trainer(tmp_path / name, settings, bf16=True)
+        if evaluates:
+            mine.evaluate()
+        mine.train()
+        mine.end()
+        return [logged["loss"] for logged in losses_of(mine)]
+
+    assert losses("evaluated", evaluates=True) == losses("trained", evaluates=False)
+
+
+def test_weights_saved_alone_replace_an_engines_checkpoint(tmp_path: Path) -> None:
+    first = trainer(tmp_path, max_steps=2, save_strategy="steps", save_steps=2)
+    first.train()
+    first.end()
+
+    alone = trainer(
+        tmp_path, max_steps=2, save_strategy="steps", save_steps=2, save_only_model=True, seed=7
+    )
+    alone.train()
+    weights = {name: tensor.clone() for name, tensor in alone.engine.state_dict().items()}
+    alone.end()
+    again = trainer(tmp_path, max_steps=2, save_strategy="no")
+    again.train(resume_from_checkpoint=True)
+    again.end()
+
+    assert not (tmp_path / "checkpoint-2/engine").exists()
+    for name, tensor in again.model.state_dict().items():
+        assert torch.equal(tensor, weights[name]), name
+
+
 def test_a_bf16_model_has_the_same_bits_on_every_tier(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

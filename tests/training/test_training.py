@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from deepnvme import safetensors_header
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.plan import Budget
 from support.families import peft, transformers
@@ -299,6 +300,22 @@ def test_adapters_are_trained_alone_and_exported_for_peft(
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+@pytest.mark.parametrize(
+    ("asked", "written"), [("float32", "F32"), ("bfloat16", "BF16"), (None, "BF16")]
+)
+def test_adapters_are_exported_in_the_dtype_that_is_asked_for(
+    asked: str | None, written: str, model: Path, lines: Path, tmp_path: Path
+) -> None:
+    peft()
+    settings = settings_of(model, tmp_path / "run", lines, lora=4, steps=2, export_dtype=asked)
+
+    train_it(settings, {**MEMORY, "precision": "bf16_autocast"})
+
+    header = safetensors_header(tmp_path / "run/weights/adapter_model.safetensors")
+    assert {entry.dtype for entry in header.tensors.values()} == {written}
+
+
 def test_adapters_are_resumed_from_checkpoints_without_their_base(
     model: Path, lines: Path, tmp_path: Path
 ) -> None:
