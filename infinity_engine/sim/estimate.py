@@ -108,16 +108,16 @@ def _operations(training: Training) -> tuple[int, int, int]:
 @lru_cache(maxsize=4)
 def _times_gathered(training: Training) -> tuple[float, float]:
     """Return how often a forward and a backward gather a parameter: tiles of the sequence gather
-    theirs again, and so does a head that has an embedding's weight.
+    theirs again.
     """
     once, forward, backward = 1, 1, 1
     for module in training.model.modules:
-        nbytes = training.width * module.shared_numel + sum(
+        nbytes = sum(
             parameter.numel * (parameter.element_bytes or training.width)
             for parameter in module.parameters
         )
         tiles = training.tiles if module.feed_forward else 1
-        once += nbytes - training.width * module.shared_numel
+        once += nbytes
         forward += tiles * nbytes
         backward += (tiles if tiles == 1 else 2 * tiles) * nbytes
     return forward / once, backward / once

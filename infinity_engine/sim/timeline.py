@@ -941,13 +941,11 @@ def _needs(plan: Plan, sizing: Sizing, training: Training, ranks: int) -> Sequen
             elif at_home and not unified:
                 nbytes += size
                 copies += 1
-        if module.shared:  # another one's, which has gone meanwhile
+        if at_home and several and module.shared:  # another one's, which has gone meanwhile
             part = -(-module.shared // ranks)
-            gathered += part
-            if at_home and several:
-                nbytes += part
-                read += part if resting else 0
-                copies += 1
+            nbytes += part
+            read += part if resting else 0
+            copies += 1
         found.append(
             _Needs(
                 parameters=len(module.parameters),
