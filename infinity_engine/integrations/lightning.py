@@ -68,6 +68,10 @@ class EnginePrecision(Precision):  # type: ignore[misc]  # Lightning is typed in
         self.has_gradients = False
         return result
 
+    def note_gradients(self) -> None:
+        """Note that a backward has come."""
+        self.has_gradients = True
+
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
         """Clip all gradients in the next step."""
         optimizer.clip_grad_norm_(clip_val)
@@ -185,7 +189,7 @@ class InfinityStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         """Compute gradients through the engine. Lightning has averaged the loss."""
         loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         self._fitting().backward(loss, *args, scale=False, **kwargs)
-        self.precision_plugin.has_gradients = True
+        self.precision_plugin.note_gradients()
         ended: torch.Tensor = self.precision_plugin.post_backward(loss, self.lightning_module)
         return ended
 
