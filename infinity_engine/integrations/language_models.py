@@ -258,7 +258,7 @@ def _adapters(engine: Engine, dtype: str | None) -> dict[str, torch.Tensor]:
     wanted: torch.dtype = getattr(torch, dtype)
     for name, parameter in engine.module.named_parameters(remove_duplicate=False):
         if name in found and found[name].dtype != wanted:
-            found[name] = engine.state_of(parameter)["master"].to(wanted)
+            found[name] = torch.as_tensor(engine.state_of(parameter)["master"]).to(wanted)
     return found
 
 

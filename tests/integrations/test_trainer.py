@@ -160,6 +160,7 @@ def test_weights_saved_alone_replace_an_engines_checkpoint(tmp_path: Path) -> No
         tmp_path, max_steps=2, save_strategy="steps", save_steps=2, save_only_model=True, seed=7
     )
     alone.train()
+    assert alone.engine is not None
     weights = {name: tensor.clone() for name, tensor in alone.engine.state_dict().items()}
     alone.end()
     again = trainer(tmp_path, max_steps=2, save_strategy="no")

@@ -663,7 +663,8 @@ class Positions(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return a loss of one row."""
         added = x + self.places.unsqueeze(0) + self.kinds.unsqueeze(0)
-        return self.out(added).square().mean()
+        loss: torch.Tensor = self.out(added).square().mean()
+        return loss
 
 
 def adds_through_views(stage: str) -> dict[str, torch.Tensor]:
