@@ -302,9 +302,10 @@ class IOFuture(_native.FutureBase, concurrent.futures.Future[_T]):
                 pass
             return None
         # Locks refuse to wait for longer than TIMEOUT_MAX, and Future waits for the rest.
-        if isnan(timeout):
+        most = min(timeout, threading.TIMEOUT_MAX)  # NaN stays NaN
+        if isnan(most):
             raise ValueError("timeout is NaN: give seconds, or None to wait until the end")
-        deadline = time.monotonic() + min(timeout, threading.TIMEOUT_MAX)
+        deadline = time.monotonic() + most
         while self._state in _UNDER_WAY:
             left = deadline - time.monotonic()
             if self._waiter.wait_for(self, max(0.0, min(left, _SLEEP_S))):
