@@ -249,8 +249,8 @@ def test_ranges_know_of_what_ranks_exchange() -> None:
     means = replace(decided(100, 100).means, ranks=2, wire_bytes_per_s=1e9)
     decision = decide(training_of(SMALL), means)
 
-    # so the busiest lane does not tell how long it takes
-    assert least_retimed_ns(decision.best, decision.training, means) == 0
+    least_ns = least_retimed_ns(decision.best, decision.training, means)
+    assert 0.95 * decision.best.timeline.ns < least_ns <= decision.best.timeline.ns
     found = step_range(decision.best, decision.training, means, RateSource.PUBLISHED)
     assert found.least_s > 0.95 * decision.best.step_s  # no wire was seen to be faster
     assert found.most_s > 1.8 * decision.best.step_s  # and it may be half as fast
