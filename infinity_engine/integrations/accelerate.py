@@ -197,7 +197,12 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
         """Take back what an evaluation before training did to a model: its forward may mix
         precisions, and it may be on the device.
         """
-        super().unwrap_model(model, keep_fp32_wrapper=False)
+        # Not Accelerate's own way back, which takes a model's decorators off with its own.
+        before = model.__dict__.pop("_original_forward", None)
+        if before is not None:
+            model.__dict__.pop("forward", None)
+            if model.forward != before:  # it was not the class's
+                model.__dict__["forward"] = before
         if model in self._evaluated:
             model.to("cpu")
 
