@@ -41,6 +41,13 @@ class _Spill(NamedTuple):
     buffers: int = HOST_BUFFERS
 
 
+class _Wire(NamedTuple):
+    """How long ranks exchange in a forward, and in a backward."""
+
+    forward_ns: float
+    backward_ns: float
+
+
 class _HostPart(NamedTuple):
     """What parts take of the host, where all of it stays there; `buffer` is for what spills."""
 
@@ -188,7 +195,6 @@ class StepEstimate:
         self._drives = drives
         self._micro_batches = training.accumulation_steps
         largest = sizing.largest
-        self._largest = largest.numel
         gradient = sum(sizing.all_gradients.values()) / sizing.numel
         has_copies = sizing.formats.has_copies and not sizing.unified
         width = sizing.width if has_copies else 0
@@ -206,7 +212,7 @@ class StepEstimate:
         self._known_ns: dict[tuple[float, float], float] = {}
         self._forward_ns: dict[bool, float] = {}  # by whether it waits for what it fetches
         self._overlaps = {None: (True, False), True: (True,), False: (False,)}[training.overlap]
-        self._forward_wire_ns, self._backward_wire_ns = self._wire_ns(training)
+        self._wire = self._wire_of(training)
 
     def ns(self, parts: Parts) -> float:
         """Return about how many nanoseconds a step takes; inf where the parts do not fit."""
@@ -253,6 +259,10 @@ class StepEstimate:
     def _at_home(self) -> bool:
         """Whether parameters reside elsewhere, and come to the device for their modules."""
         return self._tier is not Tier.DEVICE
+
+    @cached_property
+    def _largest(self) -> int:
+        return self._sizing.largest.numel
 
     @cached_property
     def _parameters(self) -> int:
@@ -442,14 +452,14 @@ class StepEstimate:
         passing, time = partial(self._passing_ns, waits=waits), self._pace.passing
         fetching = time[Lane.H2D].of(come), time[Lane.NVME_READ].of(values)
         if waits not in self._forward_ns:
-            self._forward_ns[waits] = passing(computing.forward_ns, self._forward_wire_ns, fetching)
+            self._forward_ns[waits] = passing(computing.forward_ns, self._wire.forward_ns, fetching)
         forward_ns = self._forward_ns[waits]
         gradients = self._bytes.gradient * on_host
         up_ns, down_ns = self._both_ways_ns((Lane.H2D, again), (Lane.D2H, gradients))
         read_ns, written_ns = self._both_ways_ns(
             (Lane.NVME_READ, read_again), (Lane.NVME_WRITE, spill.gradients)
         )
-        making_ns = passing(computing.backward_ns, self._backward_wire_ns, (up_ns, read_ns))
+        making_ns = passing(computing.backward_ns, self._wire.backward_ns, (up_ns, read_ns))
         sending_ns = self._sending_ns((down_ns, written_ns), parts)
         backward_ns = max(making_ns, sending_ns)
         updating_ns = updating + forward_ns
@@ -460,7 +470,7 @@ class StepEstimate:
                 beside_ns = self._beside_ns(lanes, updating, parts) if is_handed else updating_ns
             elif not self._at_home and self._means.ranks == 1:
                 beside_ns = self._beside_ns(lanes, updating, parts)
-            elif self._forward_wire_ns and self._tier is Tier.HOST and not visiting:
+            elif self._wire.forward_ns and self._tier is Tier.HOST and not visiting:
                 # The thread that updates waits for parameters, and not for what ranks exchange.
                 fetched_ns = passing(computing.forward_ns, 0.0, fetching)
                 beside_ns = max(
@@ -480,7 +490,7 @@ class StepEstimate:
             return updating_ns + backward_ns
         # What the device has room for stays from one micro-batch to the next.
         fetching = time[Lane.H2D].of(again), time[Lane.NVME_READ].of(read_again)
-        next_forward_ns = passing(computing.forward_ns, self._forward_wire_ns, fetching)
+        next_forward_ns = passing(computing.forward_ns, self._wire.forward_ns, fetching)
         # The next forward does not wait for gradients to come down.
         return updating_ns + backward_ns + more * max(next_forward_ns + making_ns, sending_ns)
 
@@ -568,16 +578,16 @@ class StepEstimate:
             return max(computing_ns + max(fetching), wire_ns)
         return _overlapped([computing_ns, wire_ns, *fetching], self._pace.computing.modules)
 
-    def _wire_ns(self, training: Training) -> tuple[float, float]:
+    def _wire_of(self, training: Training) -> _Wire:
         """Return how long ranks exchange in a forward, and in a backward."""
         means, sizing = self._means, self._sizing
         if means.ranks == 1 or not means.wire_bytes_per_s:
-            return 0.0, 0.0
+            return _Wire(0.0, 0.0)
         each_ns = 1e9 * (means.ranks - 1) / means.wire_bytes_per_s
         forward, backward = _times_gathered(training)
         reduced = sum(sizing.parameters[number] for number in sizing.subgroups_of)
         gathered_ns = each_ns * self._parameters
-        return forward * gathered_ns, backward * gathered_ns + each_ns * reduced
+        return _Wire(forward * gathered_ns, backward * gathered_ns + each_ns * reduced)
 
     def _sending_ns(self, sending: tuple[float, float], parts: Parts) -> float:
         """Return how long a backward takes with gradients that go down, and to drives, for so
@@ -604,7 +614,7 @@ class StepEstimate:
         updating_ns = max(lanes[lane] for lane in (Lane.HOST, Lane.NVME_READ, Lane.NVME_WRITE))
         updates = (1 - parts.resident) * self._sizing.numel / self._largest
         paced = min(updates / self._pace.computing.modules, 1.0)  # the part of the modules
-        gathering_ns = self._forward_wire_ns
+        gathering_ns = self._wire.forward_ns
         return max(updating_ns, paced * gathering_ns) + (1 - paced) * gathering_ns
 
     def _pipelined(
